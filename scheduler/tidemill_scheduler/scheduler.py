@@ -1,0 +1,380 @@
+"""Decides, step by step, which tokens of which sequences are computed, and where their KV lives."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Mapping
+from operator import attrgetter
+
+from tidemill_scheduler import policy
+from tidemill_scheduler.block_pool import BlockPool, extend_chain, private_root, shared_root
+from tidemill_scheduler.config import SchedulerConfig
+from tidemill_scheduler.errors import DuplicateSequence, IntegrityError, NeverFits
+from tidemill_scheduler.integrity import check_flights, check_sequences
+from tidemill_scheduler.plan import Flight, Row, StepPlan
+from tidemill_scheduler.sequence import BlockId, Sequence, SequenceId, SequenceState
+from tidemill_scheduler.waiting import WaitingQueue
+
+_ADMISSION_WINDOW = 16
+"""Blocked sequences that one step looks past for one that fits."""
+
+_by_rank = attrgetter("rank")
+
+
+class Scheduler:
+    """Continuous batching over paged KV memory.
+
+    There is no prefill phase and no decode phase: a sequence's computed tokens chase its known ones,
+    and a new prompt, a next token, a prefix hit and the recovery from a preemption are one case.
+
+    The caller gives each non-empty plan of `schedule` back to `update`, in their order; it may
+    schedule the next plan before the last one has returned. It calls `finish` for every sequence,
+    for one that has reached its `max_total_tokens` before it schedules again.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.num_preemptions = 0
+        """Preemptions so far; like the other counters it only rises."""
+        self.num_recomputed_tokens = 0
+        """Tokens computed once more because a preemption lost them."""
+        self.num_prefix_query_tokens = 0
+        """Tokens looked up in the prefix cache, each sequence once, at its first admission."""
+        self.num_prefix_hit_tokens = 0
+        """Those of them that were found."""
+        self._pool = BlockPool(config.num_blocks)
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._running: list[Sequence] = []  # in the order of service
+        self._waiting = WaitingQueue()
+        self._flights: deque[Flight] = deque()
+        self._next_step = 0
+        self._num_arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold memory."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold none: new ones and preempted ones."""
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence that was added has not been finished."""
+        return bool(self._sequences)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV memory, 0 to 1, that could not be given to another sequence now."""
+        return 1.0 - self._pool.num_free / self._pool.num_blocks
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn.
+
+        Raises:
+            NeverFits: if it could not be finished even with all memory to itself.
+            DuplicateSequence: if one with its id has not finished yet.
+            ValueError: if this very object was added before; make a new one.
+        """
+        if sequence.id in self._sequences:
+            raise DuplicateSequence(f"sequence {sequence.id} has not finished yet")
+        if sequence.arrival >= 0:
+            raise ValueError(f"sequence {sequence.id} has been scheduled before, make a new one")
+        self._refuse_what_never_fits(sequence)
+        sequence.arrival = self._num_arrivals
+        sequence.rank = policy.rank(sequence, step=self._next_step, ageing_steps=self.config.ageing_steps)
+        shared = self.config.enable_prefix_caching
+        sequence.chain_root = shared_root(sequence.salt) if shared else private_root(sequence.arrival)
+        self._num_arrivals += 1
+        self._sequences[sequence.id] = sequence
+        self._waiting.push(sequence)
+
+    def _refuse_what_never_fits(self, sequence: Sequence) -> None:
+        limits = {"max_model_len": self.config.max_model_len, "kv_cache_tokens": self.config.kv_cache_tokens}
+        for field, limit in limits.items():
+            if sequence.max_total_tokens > limit:
+                raise NeverFits(field, needed=sequence.max_total_tokens, limit=limit)
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; the plan is empty if nothing can be done now.
+
+        Memory comes first, in the order of service: whoever has to give way has no row yet, so that
+        nothing is ever rolled back. Then those whose memory is there share the step's tokens.
+        """
+        num_preemptions = self.num_preemptions
+        self._displace()
+        ready = self._reserve()
+        if self.num_preemptions == num_preemptions:  # else newcomers would be the next to go
+            self._admit(ready)
+        return self._launch(self._share_out(ready))
+
+    def update(self, step_id: int, sampled: Mapping[SequenceId, int]) -> list[SequenceId]:
+        """Take in what a plan has computed; plans return in the order they were made.
+
+        Args:
+            step_id: the oldest plan in flight.
+            sampled: the token of each row that samples. Those of sequences that were finished
+                meanwhile may be missing, and are ignored.
+
+        Returns:
+            the sequences that received a token, in the order of the plan's rows. One that was
+            preempted after the plan was made receives it all the same.
+
+        Raises:
+            ValueError: if it is not this plan's turn.
+        """
+        flight = self._land(step_id)
+        block_size = self.config.block_size
+        received = []
+        for sequence, row in zip(flight.sequences, flight.plan.rows, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if row.sample:
+                sequence.token_ids.append(sampled[row.sequence])
+                received.append(row.sequence)
+            num_full_blocks = (row.start + row.count) // block_size
+            if num_full_blocks > sequence.num_hashed_blocks and step_id >= sequence.table_step:
+                self._register(sequence, num_full_blocks)
+        self._pool.release(step_id)
+        return received
+
+    def finish(self, sequence_id: SequenceId) -> None:
+        """Let go of a sequence, ended or aborted, at any moment; what it has in flight is ignored.
+
+        Raises:
+            KeyError: if no such sequence is here.
+        """
+        sequence = self._sequences.pop(sequence_id)
+        was_running = sequence.state is SequenceState.RUNNING
+        sequence.state = SequenceState.FINISHED
+        if was_running:
+            self._leave(sequence)
+        else:
+            self._waiting.note_finished()
+
+    def preempt(self, sequence_id: SequenceId) -> None:
+        """Send a running sequence back to the waiting; what it loses is recomputed.
+
+        Nothing happens if it waits already, or if its last token is in flight.
+
+        Raises:
+            KeyError: if no such sequence is here.
+        """
+        sequence = self._sequences[sequence_id]
+        if sequence.state is SequenceState.RUNNING and not sequence.is_complete:
+            self._preempt(sequence)
+
+    def check_integrity(self) -> None:
+        """Compare blocks, tables, sequences and plans in flight with each other; for idle moments.
+
+        Raises:
+            IntegrityError: naming the first contradiction.
+        """
+        self._pool.check_integrity([sequence.block_table for sequence in self._running])
+        check_sequences(self._running, self._pool, self.config.block_size)
+        check_flights(self._flights, self._pool, self.config.block_size)
+        if len(self._running) + len(self._waiting) != len(self._sequences):
+            raise IntegrityError("running and waiting sequences are not all sequences")
+        if len(self._running) > self.config.max_num_seqs:
+            raise IntegrityError(f"{len(self._running)} sequences run, max_num_seqs is less")
+
+    def _displace(self) -> None:
+        """Put waiting sequences in the place of running ones that are lower in priority."""
+        while self._running and (head := self._waiting.head()) and head.rank < self._running[-1].rank:
+            victims = [running for running in self._running if policy.may_displace(head, running)]
+            if not victims or not self._make_way(head, victims):
+                return
+            self._waiting.pop()
+            self._place(head, self._match(head))
+
+    def _make_way(self, newcomer: Sequence, victims: list[Sequence]) -> bool:
+        """Preempt as many of these as it takes to place a newcomer; say whether it can be placed now.
+
+        Nobody is preempted in vain: neither if all of them hold too little, nor for blocks that come
+        out of quarantine by themselves.
+        """
+        while (missing := self._missing_blocks(newcomer, self._match(newcomer))) > 0 or not self._has_slot:
+            coming = self._pool.num_quarantined
+            if self._has_slot and missing <= coming:
+                return False
+            if missing > coming + self._pool.count_reclaimable(victim.block_table for victim in victims):
+                return False
+            victims.remove(victim := policy.choose_victim(victims))
+            self._preempt(victim)
+        return True
+
+    def _reserve(self) -> list[Sequence]:
+        """The running sequences that have memory for all their known tokens, in the order of service.
+
+        One that lacks a block takes it from those behind it. If they have none to give it waits, and
+        keeps what it has.
+        """
+        ready = []
+        for sequence in tuple(self._running):
+            if sequence.is_complete or sequence.state is not SequenceState.RUNNING:
+                continue  # about to be finished, or preempted by one before it
+            if sequence.num_tokens <= sequence.capacity or self._grow(sequence):
+                ready.append(sequence)
+        return ready
+
+    def _grow(self, sequence: Sequence) -> bool:
+        missing = self._blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        while missing > self._pool.num_free:
+            behind = self._running[bisect_right(self._running, sequence.rank, key=_by_rank) :]
+            victims = [victim for victim in behind if not victim.is_complete]
+            if not victims or missing <= self._pool.num_free + self._pool.num_quarantined:
+                return False
+            self._preempt(policy.choose_victim(victims))
+        self._set_table(sequence, sequence.block_table + self._pool.allocate(missing))
+        return True
+
+    def _admit(self, ready: list[Sequence]) -> None:
+        """Fill what is left of slots, memory and tokens from the waiting; preempts nobody.
+
+        Those that fit pass those that are blocked, but only so often: see `policy.may_overtake`.
+        """
+        if not self._waiting:
+            return
+        tokens = self.config.max_num_batched_tokens - sum(map(self._demand, ready))
+        blocked: list[Sequence] = []
+        while tokens > 0 and self._has_slot and self._pool.num_free and self._may_pass(blocked):
+            sequence = self._waiting.pop()
+            if sequence is None:
+                break
+            matched = self._match(sequence)
+            if self._missing_blocks(sequence, matched) > 0:
+                blocked.append(sequence)
+                continue
+            self._place(sequence, matched)
+            ready.append(sequence)
+            tokens -= self._demand(sequence)
+            for passed in blocked:
+                passed.num_overtaken += 1
+        self._waiting.push_back(blocked)
+
+    def _may_pass(self, blocked: list[Sequence]) -> bool:
+        return len(blocked) < _ADMISSION_WINDOW and policy.may_overtake(
+            blocked, max_overtakes=self.config.max_overtakes
+        )
+
+    def _demand(self, sequence: Sequence) -> int:
+        """Tokens a sequence would take of a step."""
+        wanted = sequence.num_uncomputed_tokens
+        return min(wanted, self.config.max_prefill_chunk) if self.config.enable_chunked_prefill else wanted
+
+    @property
+    def _has_slot(self) -> bool:
+        return len(self._running) < self.config.max_num_seqs
+
+    def _match(self, sequence: Sequence) -> list[BlockId]:
+        """Cached blocks that hold a waiting sequence's beginning, all but its last token at most."""
+        block_size = self.config.block_size
+        num_blocks = min((sequence.num_tokens - 1) // block_size, len(sequence.token_ids) // block_size)
+        self._extend_chain(sequence, num_blocks)
+        return self._pool.match(sequence.block_hashes[:num_blocks])
+
+    def _missing_blocks(self, sequence: Sequence, matched: list[BlockId]) -> int:
+        """Blocks that would have to become free for a waiting sequence to be placed; 0 or less if none."""
+        needed = self._blocks_for(sequence.num_tokens) - len(matched)
+        return needed - (self._pool.num_free - self._pool.count_free(matched))
+
+    def _place(self, sequence: Sequence, matched: list[BlockId]) -> None:
+        """Give a waiting sequence memory for all its known tokens, and let it run."""
+        self._pool.acquire(matched)
+        new = self._pool.allocate(self._blocks_for(sequence.num_tokens) - len(matched))
+        self._set_table(sequence, matched + new)
+        sequence.num_hashed_blocks = len(matched)
+        sequence.num_computed_tokens = len(matched) * self.config.block_size
+        if sequence.num_preemptions == 0:
+            self._count_prefix_hits(sequence)
+        sequence.num_overtaken = 0
+        sequence.state = SequenceState.RUNNING
+        insort(self._running, sequence, key=_by_rank)
+
+    def _count_prefix_hits(self, sequence: Sequence) -> None:
+        if self.config.enable_prefix_caching:
+            self.num_prefix_query_tokens += sequence.num_tokens
+            self.num_prefix_hit_tokens += sequence.num_computed_tokens
+        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.num_recompute_tokens = max(sequence.num_recompute_tokens, sequence.num_computed_tokens)
+        sequence.state = SequenceState.WAITING
+        self._leave(sequence)
+        self._waiting.push(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence from the running, and its blocks from it."""
+        del self._running[bisect_left(self._running, sequence.rank, key=_by_rank)]
+        newest = self._flights[-1].plan.step_id if self._flights else None
+        self._pool.free(sequence.block_table, last_step=newest)
+        self._set_table(sequence, [])
+        sequence.num_hashed_blocks = 0
+        sequence.num_computed_tokens = 0
+        sequence.table_step = self._next_step
+
+    def _set_table(self, sequence: Sequence, table: list[BlockId]) -> None:
+        sequence.block_table = table
+        sequence.block_tables = (tuple(table),)
+        sequence.capacity = len(table) * self.config.block_size
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _extend_chain(self, sequence: Sequence, num_blocks: int) -> None:
+        extend_chain(
+            sequence.block_hashes,
+            sequence.token_ids,
+            root=sequence.chain_root,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+        )
+
+    def _register(self, sequence: Sequence, num_full_blocks: int) -> None:
+        """Let blocks that have been computed in full be found by their hash."""
+        self._extend_chain(sequence, num_full_blocks)
+        for index in range(sequence.num_hashed_blocks, num_full_blocks):
+            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
+        sequence.num_hashed_blocks = num_full_blocks
+
+    def _share_out(self, ready: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """How many tokens each sequence gets: one for every decode, then the prefills."""
+        shares = [(sequence, 1) for sequence in ready if sequence.num_uncomputed_tokens == 1]
+        if len(shares) == len(ready):
+            return shares
+        budget = self.config.max_num_batched_tokens - len(shares)
+        return shares + policy.share_out(
+            [sequence for sequence in ready if sequence.num_uncomputed_tokens > 1],
+            budget=budget,
+            chunk=budget if len(ready) == 1 else self.config.max_prefill_chunk,
+            chunked=self.config.enable_chunked_prefill,
+        )
+
+    def _launch(self, shares: list[tuple[Sequence, int]]) -> StepPlan:
+        plan = StepPlan(self._next_step, tuple(self._advance(sequence, count) for sequence, count in shares))
+        if not plan.is_empty:
+            self._flights.append(Flight(plan, tuple(sequence for sequence, _ in shares)))
+            self._next_step += 1
+        return plan
+
+    def _advance(self, sequence: Sequence, count: int) -> Row:
+        """The row that computes a sequence's next `count` tokens."""
+        start = sequence.num_computed_tokens
+        end = sequence.num_computed_tokens = start + count
+        samples = end == sequence.num_tokens
+        if start < sequence.num_recompute_tokens:
+            self.num_recomputed_tokens += min(end, sequence.num_recompute_tokens) - start
+        if samples:
+            sequence.num_tokens += 1
+        return Row(sequence.id, start, count, sequence.block_tables, samples)
+
+    def _land(self, step_id: int) -> Flight:
+        if not self._flights or self._flights[0].plan.step_id != step_id:
+            due = self._flights[0].plan.step_id if self._flights else "none"
+            raise ValueError(f"step {step_id} returned, the oldest in flight is {due}")
+        return self._flights.popleft()

@@ -1,0 +1,106 @@
+"""One generation as the scheduler sees it: tokens, the blocks that hold their KV, and its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+SequenceId = NewType("SequenceId", int)
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", bytes)
+
+Rank = tuple[int, float, int]
+"""Place in the order of service, smallest first; never changes, and no two are equal."""
+
+
+class SequenceState(Enum):
+    """Where a sequence is; only the scheduler moves it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """A prompt, what was generated after it, and the scheduler's notes.
+
+    The caller fills in the first group of fields and leaves the rest to the scheduler. A resumed
+    job arrives with generated tokens already: then `len(token_ids) > num_prompt_tokens`, and they
+    are computed again like a longer prompt.
+
+    Raises:
+        ValueError: if the counts contradict each other, or nothing is left to generate.
+    """
+
+    id: SequenceId
+    token_ids: list[int]
+    """Prompt and generated tokens; `Scheduler.update` appends to it, nobody else."""
+    num_prompt_tokens: int
+    max_total_tokens: int
+    """Prompt and generated tokens at most; no row that would pass it is ever scheduled."""
+    priority: int = 1
+    """Smaller is sooner: high 0, normal 1, low 2."""
+    deadline: float | None = None
+    """Orders those that arrive together with the same priority, earliest first. The unit is the
+    caller's; the scheduler has no clock."""
+    salt: bytes = b""
+    """Sequences share cached blocks only with those of the same salt."""
+
+    state: SequenceState = field(default=SequenceState.WAITING, init=False)
+    arrival: int = field(default=-1, init=False)
+    """Counts the sequences in the order they were added."""
+    rank: Rank = field(default=(0, 0.0, 0), init=False)
+    num_tokens: int = field(init=False)
+    """Known tokens, and those that plans in flight will have sampled."""
+    num_computed_tokens: int = field(default=0, init=False)
+    """Positions whose KV is in the block table once the plans in flight have run."""
+    block_table: list[BlockId] = field(default_factory=list, init=False)
+    block_tables: tuple[tuple[BlockId, ...], ...] = field(default=(), init=False)
+    """The block table as rows carry it, rebuilt only when it changes."""
+    capacity: int = field(default=0, init=False)
+    """Positions that the block table has room for."""
+    chain_root: BlockHash = field(default=BlockHash(b""), init=False)
+    """Where the hash chain starts: says with whom blocks may be shared."""
+    block_hashes: list[BlockHash] = field(default_factory=list, init=False)
+    """Hash chain of the full blocks of `token_ids`, as far as it was needed."""
+    num_hashed_blocks: int = field(default=0, init=False)
+    """Leading blocks of the table that the pool knows by their hash."""
+    table_step: int = field(default=0, init=False)
+    """First step whose rows may name the present block table; those before it named another."""
+    num_recompute_tokens: int = field(default=0, init=False)
+    """Positions that were computed once and lost to a preemption; those below are done again."""
+    num_cached_tokens: int = field(default=0, init=False)
+    """Prompt tokens found in the prefix cache at the first admission."""
+    num_preemptions: int = field(default=0, init=False)
+    num_overtaken: int = field(default=0, init=False)
+    """Sequences admitted past this one while it was blocked at the head of the waiting."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_prompt_tokens <= len(self.token_ids):
+            raise ValueError(
+                f"num_prompt_tokens is {self.num_prompt_tokens}, must be 1 to len(token_ids),"
+                f" {len(self.token_ids)}"
+            )
+        if self.max_total_tokens <= len(self.token_ids):
+            raise ValueError(
+                f"max_total_tokens is {self.max_total_tokens}, must exceed len(token_ids),"
+                f" {len(self.token_ids)}"
+            )
+        self.num_tokens = len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens known so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that computing has to catch up with before the next one can be sampled."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last token is known or in flight, so that nothing is left to schedule."""
+        return self.num_tokens >= self.max_total_tokens

@@ -1,0 +1,149 @@
+"""Schedulers, sequences, and an engine in miniature that runs them on the fake model."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from tidemill_scheduler import BlockId, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan
+
+from tests.scheduler.fake_model import FakeModel, undisturbed
+
+
+def make_config(**changes: Any) -> SchedulerConfig:
+    """Small sizes, so that tests reach the limits; `changes` overrides any of them."""
+    sizes: dict[str, Any] = {
+        "num_blocks": 32,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "max_prefill_chunk": 32,
+    }
+    return SchedulerConfig(**(sizes | changes))
+
+
+def make_scheduler(**changes: Any) -> Scheduler:
+    return Scheduler(make_config(**changes))
+
+
+def make_tokens(count: int, *, first: int = 1000) -> list[int]:
+    """Token ids that no other `first`, a thousand away, has in common."""
+    return list(range(first, first + count))
+
+
+def make_sequence(number: int = 0, *, prompt: int | list[int] = 8, new: int = 8, **changes: Any) -> Sequence:
+    """A sequence with `prompt` token ids, or as many of its own, that generates up to `new`."""
+    tokens = make_tokens(prompt, first=1000 * (number + 1)) if isinstance(prompt, int) else list(prompt)
+    fields: dict[str, Any] = {
+        "id": SequenceId(number),
+        "token_ids": tokens,
+        "num_prompt_tokens": len(tokens),
+        "max_total_tokens": len(tokens) + new,
+    }
+    return Sequence(**(fields | changes))
+
+
+def rows(plan: StepPlan) -> dict[int, tuple[int, int, bool]]:
+    """The (start, count, sample) of each sequence in a plan."""
+    return {row.sequence: (row.start, row.count, row.sample) for row in plan.rows}
+
+
+def step(scheduler: Scheduler, token: int = 7) -> StepPlan:
+    """Schedule and land; every row that samples gets the same token."""
+    plan = scheduler.schedule()
+    if not plan.is_empty:
+        scheduler.update(plan.step_id, {row.sequence: token for row in plan.rows if row.sample})
+    scheduler.check_integrity()
+    return plan
+
+
+class MiniEngine:
+    """Schedules, runs and updates as the worker's engine does, and checks the books at each step.
+
+    Plans are executed as late as their order allows: just before they return. What is free and not
+    cached is poisoned as soon as it is, so that a plan in flight that still names it fails.
+    """
+
+    def __init__(self, *, in_flight: int = 1, eos: int | None = None, **changes: Any) -> None:
+        self.scheduler = make_scheduler(**changes)
+        config = self.scheduler.config
+        self.model = FakeModel(config.num_blocks, config.block_size)
+        self.in_flight = in_flight
+        self.eos = eos
+        self.plans: deque[StepPlan] = deque()
+        self.history: list[StepPlan] = []
+        self.sequences: dict[SequenceId, Sequence] = {}
+        self.expected: dict[SequenceId, list[int]] = {}
+        self.finished: list[SequenceId] = []
+
+    def add(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+            self.model.add(sequence)
+            self.sequences[sequence.id] = sequence
+            self.expected[sequence.id] = undisturbed(
+                sequence.token_ids, sequence.max_total_tokens, eos=self.eos
+            )
+
+    def schedule(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len({row.sequence for row in plan.rows}) == len(plan.rows)
+        if not plan.is_empty:
+            self.plans.append(plan)
+            self.history.append(plan)
+        self.check()
+        return plan
+
+    def land(self) -> list[SequenceId]:
+        """Run the oldest plan in flight and give it back."""
+        plan = self.plans.popleft()
+        received = self.scheduler.update(plan.step_id, self.model.execute(plan))
+        for sequence_id in received:
+            self._finish_if_ended(self.sequences[sequence_id])
+        self.check()
+        return received
+
+    def _finish_if_ended(self, sequence: Sequence) -> None:
+        if len(sequence.token_ids) == sequence.max_total_tokens or sequence.token_ids[-1] == self.eos:
+            self.scheduler.finish(sequence.id)
+            self.finished.append(sequence.id)
+            assert sequence.token_ids == self.expected[sequence.id]
+
+    def step(self) -> StepPlan:
+        """Schedule once; land what is then one too many, or all there is if nothing was planned."""
+        plan = self.schedule()
+        assert not plan.is_empty or self.plans or not self.scheduler.has_unfinished, "stalled for good"
+        if self.plans and (plan.is_empty or len(self.plans) >= self.in_flight):
+            self.land()
+        return plan
+
+    def run(self, *, max_steps: int = 2000) -> None:
+        """Step until every sequence has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished and not self.plans:
+                return
+            self.step()
+        raise AssertionError(f"unfinished after {max_steps} steps: {self.unfinished()}")
+
+    def unfinished(self) -> set[SequenceId]:
+        return set(self.sequences) - set(self.finished)
+
+    def abort(self, sequence_id: SequenceId) -> None:
+        self.scheduler.finish(sequence_id)
+        self.finished.append(sequence_id)
+        self.check()
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        pool = self.scheduler._pool
+        for block in map(BlockId, range(pool.num_blocks)):
+            if pool.is_free(block) and pool.hash_of(block) is None:
+                self.model.poison(block)
+
+    def rows_of(self, number: int) -> list[tuple[int, int]]:
+        """The (start, count) of a sequence's rows, in the order of the plans."""
+        return [
+            (row.start, row.count) for plan in self.history for row in plan.rows if row.sequence == number
+        ]

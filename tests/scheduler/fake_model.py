@@ -1,0 +1,81 @@
+"""A model that computes nothing but remembers everything: what the block tables say is what it sees."""
+
+from __future__ import annotations
+
+from tidemill_scheduler import BlockId, Row, Sequence, SequenceId, StepPlan
+
+VOCABULARY = 50
+
+Slot = tuple[int, int]
+"""The token computed into a slot, and its position."""
+
+
+def next_token(context: list[Slot]) -> int:
+    """Depends on every token that is attended to and on where it stands."""
+    return hash(tuple(context)) % VOCABULARY
+
+
+def undisturbed(token_ids: list[int], max_total_tokens: int, eos: int | None = None) -> list[int]:
+    """What the model generates with endless memory and nobody else around, prompt included."""
+    tokens = list(token_ids)
+    while len(tokens) < max_total_tokens:
+        tokens.append(next_token([(token, position) for position, token in enumerate(tokens)]))
+        if tokens[-1] == eos:
+            break
+    return tokens
+
+
+POISON: Slot = (-1, -1)
+"""What a slot holds that must not be read."""
+
+
+class FakeModel:
+    """Executes plans on simulated blocks.
+
+    A sampled token is a function of what is read back through the row's block table, and of nothing
+    else. Reading a slot that was never filled, or was freed since, fails on the spot; one that holds
+    another sequence's or an older content gives another token.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
+        self.cpu_blocks: dict[BlockId, list[Slot]] = {}
+        self._token_ids: dict[SequenceId, list[int]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        self._token_ids[sequence.id] = list(sequence.token_ids)
+
+    def poison(self, block: BlockId) -> None:
+        self.blocks[block] = [POISON] * self.block_size
+
+    def execute(self, plan: StepPlan) -> dict[SequenceId, int]:
+        for copy in plan.swap_out:
+            self.cpu_blocks[copy.target] = list(self.blocks[copy.source])
+        for copy in plan.swap_in:
+            self.blocks[copy.target] = list(self.cpu_blocks[copy.source])
+        for copy in plan.block_copies:
+            self.blocks[copy.target] = list(self.blocks[copy.source])
+        for row in plan.rows:
+            self._write(row)
+        return {row.sequence: self._sample(row) for row in plan.rows if row.sample}
+
+    def _write(self, row: Row) -> None:
+        for position in range(row.start, row.start + row.count):
+            block = row.block_tables[0][position // self.block_size]
+            if position % self.block_size == 0:
+                self.poison(block)
+            token = self._token_ids[row.sequence][position]
+            self.blocks[block][position % self.block_size] = (token, position)
+
+    def _sample(self, row: Row) -> int:
+        context = [self._read(row, position) for position in range(row.start + row.count)]
+        token_ids = self._token_ids[row.sequence]
+        assert len(token_ids) == len(context), "a row samples a token that is known already"
+        token_ids.append(next_token(context))
+        return token_ids[-1]
+
+    def _read(self, row: Row, position: int) -> Slot:
+        slot = self.blocks[row.block_tables[0][position // self.block_size]][position % self.block_size]
+        assert slot is not POISON, f"sequence {row.sequence} reads position {position}, which holds nothing"
+        return slot

@@ -1,0 +1,150 @@
+"""Any interleaving of adds, steps, returns, aborts and preemptions, in memory that is always short."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+from tidemill_scheduler import SequenceId
+
+from tests.scheduler.factories import MiniEngine, make_sequence, make_tokens
+
+COUNTERS = (
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "num_prefix_query_tokens",
+    "num_prefix_hit_tokens",
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """`MiniEngine` checks the books after each call and every output when it ends."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
+        room=st.integers(0, 10),
+        chunk=st.integers(1, 8),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+        in_flight=st.integers(1, 2),
+    )
+    def start(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        room: int,
+        chunk: int,
+        caching: bool,
+        chunked: bool,
+        in_flight: int,
+    ) -> None:
+        max_model_len = 24
+        self.engine = MiniEngine(
+            in_flight=in_flight,
+            eos=5,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + room + (0 if chunked else max_model_len),
+            max_prefill_chunk=chunk,
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked,
+            ageing_steps=8,
+            max_overtakes=2,
+        )
+        self.num_added = 0
+        self.counters = [0] * len(COUNTERS)
+
+    @rule(
+        target=sequences,
+        family=st.integers(0, 1),
+        length=st.integers(1, 16),
+        new=st.integers(1, 10),
+        generated=st.integers(0, 3),
+        priority=st.integers(0, 2),
+        deadline=st.none() | st.integers(0, 3).map(float),
+        salt=st.sampled_from([b"", b"tenant"]),
+    )
+    def add(
+        self,
+        *,
+        family: int,
+        length: int,
+        new: int,
+        generated: int,
+        priority: int,
+        deadline: float | None,
+        salt: bytes,
+    ) -> SequenceId:
+        limit = self.engine.scheduler.config.max_total_tokens
+        tokens = make_tokens(min(length, limit - 1), first=1000 * family)
+        sequence = make_sequence(
+            self.num_added,
+            prompt=tokens,
+            num_prompt_tokens=max(1, len(tokens) - generated),
+            max_total_tokens=min(len(tokens) + new, limit),
+            priority=priority,
+            deadline=deadline,
+            salt=salt,
+        )
+        self.engine.add(sequence)
+        self.num_added += 1
+        return sequence.id
+
+    @rule()
+    def schedule(self) -> None:
+        if len(self.engine.plans) < self.engine.in_flight:
+            self.engine.schedule()
+
+    @rule()
+    def land(self) -> None:
+        if self.engine.plans:
+            self.engine.land()
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @rule(sequence_id=sequences)
+    def preempt(self, sequence_id: SequenceId) -> None:
+        if sequence_id in self.engine.unfinished():
+            self.engine.scheduler.preempt(sequence_id)
+            self.engine.check()
+
+    @rule(sequence_id=consumes(sequences))
+    def abort(self, sequence_id: SequenceId) -> None:
+        if sequence_id in self.engine.unfinished():
+            self.engine.abort(sequence_id)
+
+    @invariant()
+    def counters_only_rise(self) -> None:
+        now = [getattr(self.engine.scheduler, name) for name in COUNTERS]
+        assert all(new >= old for new, old in zip(now, self.counters, strict=True))
+        self.counters = now
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run(max_steps=200 + 60 * self.num_added)
+        assert len(self.engine.finished) == len(set(self.engine.finished)) == self.num_added
+        pool = self.engine.scheduler._pool
+        assert (pool.num_free, pool.num_quarantined) == (pool.num_blocks, 0)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
