@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from tidemill_scheduler import BlockId, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan
-
 from tests.scheduler.fake_model import FakeModel, undisturbed
+from tidemill_scheduler import BlockId, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan
 
 
 def make_config(**changes: Any) -> SchedulerConfig:

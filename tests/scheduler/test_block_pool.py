@@ -1,4 +1,5 @@
 import pytest
+
 from tidemill_scheduler import BlockId, IntegrityError
 from tidemill_scheduler.block_pool import BlockPool, chain_hash, extend_chain, private_root, shared_root
 from tidemill_scheduler.sequence import BlockHash

@@ -1,9 +1,9 @@
 """`check_integrity` finds what it is there for."""
 
 import pytest
-from tidemill_scheduler import IntegrityError, SequenceId
 
 from tests.scheduler.factories import MiniEngine, make_sequence
+from tidemill_scheduler import IntegrityError, SequenceId
 
 
 class TestIntegrity:

@@ -4,9 +4,9 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from tidemill_scheduler import NeverFits, SequenceId
 
 from tests.scheduler.factories import MiniEngine, make_sequence, make_tokens
+from tidemill_scheduler import NeverFits, SequenceId
 
 
 def test_a_prompt_longer_than_the_budget_progresses_among_decodes_in_small_memory() -> None:

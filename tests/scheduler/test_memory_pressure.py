@@ -1,8 +1,7 @@
 """Who is admitted, who is preempted, and who goes first."""
 
-from tidemill_scheduler import SequenceId
-
 from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, rows, step
+from tidemill_scheduler import SequenceId
 
 
 class TestPreemption:

@@ -1,8 +1,7 @@
 from typing import Any
 
-from tidemill_scheduler import Sequence, policy
-
 from tests.scheduler.factories import make_sequence
+from tidemill_scheduler import Sequence, policy
 
 
 def make_ranked(number: int, *, step: int = 0, computed: int = 0, **changes: Any) -> Sequence:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from tidemill_scheduler import SequenceId
 
 from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, make_tokens, rows, step
+from tidemill_scheduler import SequenceId
 
 
 class TestPrefixCache:

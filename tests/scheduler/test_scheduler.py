@@ -4,6 +4,8 @@ import sys
 from types import FrameType
 
 import pytest
+
+from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, make_tokens, rows, step
 from tidemill_scheduler import (
     BlockId,
     DuplicateSequence,
@@ -12,8 +14,6 @@ from tidemill_scheduler import (
     SequenceId,
     StepPlan,
 )
-
-from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, make_tokens, rows, step
 
 
 def make_row(number: int, start: int, count: int, table: list[int], *, sample: bool = True) -> Row:

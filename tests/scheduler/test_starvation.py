@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tidemill_scheduler import SequenceId
 
 from tests.scheduler.factories import MiniEngine, make_sequence, make_tokens
+from tidemill_scheduler import SequenceId
 
 BLOCK_SIZE = 4
 

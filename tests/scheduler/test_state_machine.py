@@ -12,9 +12,9 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
-from tidemill_scheduler import SequenceId
 
 from tests.scheduler.factories import MiniEngine, make_sequence, make_tokens
+from tidemill_scheduler import SequenceId
 
 COUNTERS = (
     "num_preemptions",

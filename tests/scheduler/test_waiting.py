@@ -1,10 +1,9 @@
 from random import Random
 
+from tests.scheduler.factories import make_sequence
 from tidemill_scheduler import Sequence
 from tidemill_scheduler.sequence import SequenceState
 from tidemill_scheduler.waiting import WaitingQueue
-
-from tests.scheduler.factories import make_sequence
 
 
 def make_waiting(number: int) -> Sequence:

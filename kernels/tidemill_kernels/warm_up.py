@@ -1,0 +1,24 @@
+"""Compile the CPU kernels before the first job is claimed."""
+
+from __future__ import annotations
+
+import torch
+
+from tidemill_kernels.kv_write import kv_write
+from tidemill_kernels.paged_attention import paged_attention
+
+
+def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Run each CPU kernel once at the model's shape, so that serving never waits for a compiler."""
+    key = torch.zeros(1, num_kv_heads, head_dim)
+    kv_cache = torch.zeros(1, 1, 2, num_kv_heads, block_size, head_dim)
+    kv_write(key, key, kv_cache, 0, torch.zeros(1, dtype=torch.int64))
+    paged_attention(
+        torch.zeros(1, num_heads, head_dim),
+        kv_cache,
+        0,
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        scale=1.0,
+    )

@@ -1,0 +1,26 @@
+"""What every test process starts from: one compute thread, waiting quietly, and a clean environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+COMPUTE = {
+    # Two test processes share two cores: threads that spin while they wait would fight over them.
+    # Read when torch, MKL and numba's OpenMP layer are loaded, so set before the first test is.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure() -> None:
+    """Runs before any test module is imported, in this process and in each of pytest-xdist's."""
+    for name in [name for name in os.environ if name.startswith("TIDEMILL_") or name == "REDIS_URL"]:
+        del os.environ[name]
+    os.environ.update(COMPUTE)

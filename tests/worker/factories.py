@@ -1,0 +1,326 @@
+"""What the worker's tests build: tokenizers, jobs, claims, an engine without a model, a whole worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from tidemill.card import ModelCard
+from tidemill.client import Client
+from tidemill.connection import connect
+from tidemill.errors import InvalidJob
+from tidemill.jobs import Delta, FinishReason, Job, JobId, Message, Usage
+from tidemill.moves import Claimed, QueueSettings
+from tidemill.queue import Queue
+from tidemill_worker.admission import Admission, ModelLimits
+from tidemill_worker.answers import Answers
+from tidemill_worker.engine import EngineStats, Marks, Request, StepOutput
+from tidemill_worker.held import HeldJob
+from tidemill_worker.leases import OpenQueue
+from tidemill_worker.metrics import Metrics
+from tidemill_worker.service import Service, ServiceConfig
+from tidemill_worker.tokenizer import Tokenizer
+
+MODEL = "tiny"
+BOS, EOS = "<bos>", "<eos>"
+TRAINING_TEXT = (
+    "The tide turns the mill, and the mill grinds the corn.",
+    "Žluťoučký kůň úpěl ďábelské ódy. 水車は潮で回る。 🌊🌊 naïve café",
+    "def step(self):\n    plan = self.schedule()\n    return self.run(plan)\n",
+)
+
+
+def byte_level_backend(*, adds_bos: bool = False) -> RustTokenizer:
+    """A small byte-level BPE tokenizer, the kind of GPT-2, Llama 3, Qwen and SmolLM."""
+    backend = RustTokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TRAINING_TEXT, trainer)
+    backend.add_tokens([AddedToken("<tool>", special=False), AddedToken("  ", special=False)])
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return backend
+
+
+def byte_fallback_backend() -> RustTokenizer:
+    """The kind of Llama 2 and Mistral: words with a space mark, and tokens for single bytes."""
+    words = ["▁", "▁the", "▁tide", "▁mill", "s", "t", "é", "▁é", ".", "\n", "�"]
+    tokens = [BOS, EOS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    backend = RustTokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    backend.add_special_tokens([BOS, EOS, "<unk>"])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def render_chat(messages: Sequence[Message]) -> str:
+    """A chat template: begins with BOS, opens the assistant's turn."""
+    turns = "".join(f"[{message.role}] {message.content}\n" for message in messages)
+    return f"{BOS}{turns}[assistant] "
+
+
+def make_tokenizer(*, adds_bos: bool = False, chat: bool = True) -> Tokenizer:
+    return Tokenizer(
+        byte_level_backend(adds_bos=adds_bos), render=render_chat if chat else None, bos_token_id=0
+    )
+
+
+def make_limits(**changes: Any) -> ModelLimits:
+    values = {"model_name": MODEL, "max_model_len": 64, "max_total_tokens": 1000, "end_of_text": {1}}
+    values.update(changes)
+    values["end_of_text"] = frozenset(values["end_of_text"])
+    return ModelLimits(**values)
+
+
+def make_admission(
+    *,
+    tokenizer: Tokenizer | None = None,
+    limits: ModelLimits | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Admission:
+    extra = {} if clock is None else {"clock": clock}
+    return Admission(
+        tokenizer or make_tokenizer(), limits or make_limits(), Answers(model=MODEL, worker="w1"), **extra
+    )
+
+
+def make_job(prompt: str | None = "The tide", **changes: Any) -> Job:
+    params = {"max_tokens": 8, "temperature": 0.0, **changes.pop("params", {})}
+    return Job.parse({"prompt": prompt, "params": params, **changes})
+
+
+def make_claim(job: Job | bytes | None = None, **changes: Any) -> Claimed:
+    job = make_job() if job is None else job
+    values: dict[str, Any] = {
+        "job_id": JobId("broken") if isinstance(job, bytes) else job.id,
+        "payload": job if isinstance(job, bytes) else job.to_wire().encode(),
+        "seed": 7,
+        "attempt": 1,
+        "failures": 0,
+        "submitted_ms": 1_000,
+        "claimed_ms": 3_500,
+        "deadline_ms": None,
+        "checkpoint": (),
+        "stream": False if isinstance(job, bytes) else job.stream,
+    }
+    return Claimed(**{**values, **changes})
+
+
+def make_held(name: str = "job", **changes: Any) -> HeldJob:
+    values: dict[str, Any] = {"id": JobId(name), "attempt": 1, "stream": False, "claimed": 0.0}
+    return HeldJob(**{**values, **changes})
+
+
+def make_delta(index: int, *token_ids: int, text: str = "") -> Delta:
+    return Delta(index=index, token_ids=token_ids, text=text)
+
+
+def make_output(request_id: str, *token_ids: int, text: str = "", **changes: Any) -> StepOutput:
+    return StepOutput(request_id, token_ids, text, **changes)
+
+
+def make_stats(**changes: Any) -> EngineStats:
+    values: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+    return EngineStats(**{**values, **changes})
+
+
+def ramp(request: Request) -> Iterator[int]:
+    """What the fake model says: a token sequence that depends on prompt and position alone."""
+    position = len(request.output_token_ids)
+    start = sum(request.prompt_token_ids) % 50
+    while True:
+        yield 70 + (start + 7 * position) % 180
+        position += 1
+
+
+@dataclass
+class FakeEngine:
+    """An engine without a model: each step brings each request one token.
+
+    It stops at stop strings and `max_tokens`. If paced, its steps bring tokens only as often as that
+    is allowed; a poisoned token in a prompt makes the step raise.
+    """
+
+    max_prompt: int = 10_000
+    poison: int | None = None
+    paced: bool = False
+    aborted: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    _running: dict[str, tuple[Request, Iterator[int], list[int]]] = field(default_factory=dict)
+    _generated: int = 0
+    _allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def allow(self, steps: int) -> None:
+        """Let a paced engine make so many steps more."""
+        self._allowed.release(steps)
+
+    def free(self) -> None:
+        """Pace it no longer."""
+        self.paced = False
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def add(self, request: Request) -> None:
+        if len(request.prompt_token_ids) > self.max_prompt:
+            raise InvalidJob("prompt: too large for the cache", field="prompt", limit=self.max_prompt)
+        if request.id in self._running:
+            raise AssertionError(f"{request.id} was added twice")
+        self.seen.append(request.id)
+        self._running[request.id] = (request, ramp(request), list(request.output_token_ids))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._running.pop(request_id, None)
+
+    def step(self) -> list[StepOutput]:
+        if self.paced and not self._allowed.acquire(timeout=0.01):
+            return []
+        return [self._advance(*state) for state in list(self._running.values())]
+
+    def _advance(self, request: Request, model: Iterator[int], output: list[int]) -> StepOutput:
+        if self.poison is not None and self.poison in request.prompt_token_ids:
+            raise RuntimeError("the model broke")
+        token = next(model)
+        output.append(token)
+        self._generated += 1
+        stop = request.output_text.append(token)
+        reason = FinishReason.STOP if stop else None
+        if reason is None and len(output) >= request.params.max_tokens:
+            reason = FinishReason.LENGTH
+        text = request.output_text.take()
+        if reason is None:
+            return StepOutput(request.id, (token,), text)
+        del self._running[request.id]
+        return StepOutput(
+            request.id,
+            (token,),
+            text + request.output_text.close(),
+            reason,
+            stop,
+            usage=Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=len(output)),
+            marks=Marks(added=0.0, scheduled=0.0, first_token=0.0, finished=0.0),
+        )
+
+    def stats(self) -> EngineStats:
+        return make_stats(num_running=len(self._running), generation_tokens=self._generated)
+
+
+def expected_tokens(job: Job, count: int, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+    """What the fake engine generates for `job`, undisturbed."""
+    prompt = (tokenizer or make_tokenizer()).prompt_token_ids(job)
+    request = Request(job.id, prompt, job.params, 0, make_tokenizer().output_text())
+    return tuple(token for token, _ in zip(ramp(request), range(count), strict=False))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test's jobs go."""
+
+    url: str
+    queue: str
+
+    def client(self) -> Client:
+        return Client(self.url, queue=self.queue)
+
+
+def opener(place: Place, *, lease: float = 30.0) -> OpenQueue:
+    @asynccontextmanager
+    async def open_queue() -> AsyncIterator[Queue]:
+        redis = connect(place.url, max_connections=12)
+        opened = Queue(redis, place.queue, QueueSettings(lease=lease, backoff=0.05))
+        try:
+            yield opened
+        finally:
+            await opened.aclose()
+            await redis.aclose()
+
+    return open_queue
+
+
+@dataclass
+class RunningWorker:
+    """A service in this process, on a real queue, with a fake engine."""
+
+    service: Service
+    engine: FakeEngine
+    metrics: Metrics
+    task: asyncio.Task[bool]
+
+    async def stop(self, *, at_once: bool = False) -> bool:
+        self.service.request_stop()
+        if at_once:
+            self.service.request_stop()
+        return await asyncio.wait_for(self.task, 20)
+
+
+@asynccontextmanager
+async def running_worker(
+    place: Place,
+    *,
+    name: str = "w1",
+    engine: FakeEngine | None = None,
+    capacity: int = 8,
+    lease: float = 30.0,
+    renewal: float = 0.1,
+    grace_period: float = 10.0,
+    limits: ModelLimits | None = None,
+) -> AsyncIterator[RunningWorker]:
+    engine = engine or FakeEngine()
+    limits = limits or make_limits()
+    metrics = Metrics(MODEL)
+    service = Service(
+        ServiceConfig(
+            worker=name,
+            capacity=capacity,
+            lease=lease,
+            renewal=renewal,
+            stream_interval=0.02,
+            grace_period=grace_period,
+        ),
+        engine=engine,
+        admission=Admission(make_tokenizer(), limits, Answers(model=MODEL, worker=name)),
+        card=ModelCard(
+            model=MODEL, max_model_len=limits.max_model_len, max_total_tokens=limits.max_total_tokens
+        ),
+        open_queue=opener(place, lease=lease),
+        observer=metrics,
+    )
+    metrics.watch(lambda: service.engine.stats)
+    worker = RunningWorker(service, engine, metrics, asyncio.create_task(service.run()))
+    try:
+        yield worker
+    finally:
+        engine.free()
+        if not worker.task.done():
+            await worker.stop(at_once=True)
+
+
+async def eventually(condition: Callable[[], object], *, timeout: float = 10.0) -> None:
+    """Return once `condition` holds; it is looked at between turns of the event loop."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)

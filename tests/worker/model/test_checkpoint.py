@@ -1,0 +1,88 @@
+"""Where a model is found, and what is said when it is not, or when its copy cannot be kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.worker.model.factories import make_tiny_llama
+from tidemill.errors import ConfigurationError, ModelUnsupported
+from tidemill_worker.model import checkpoint
+from tidemill_worker.model.checkpoint import locate
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF" + bytes(1000))
+    return path
+
+
+def pretend_to_convert(gguf: Path, folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    assert locate(str(make_tiny_llama(tmp_path / "model")), tmp_path / "cache") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("model", ["no/such/folder", "missing.gguf", "meta-llama/Llama-3"])
+def test_what_is_not_there_is_named(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=f"model: '{model}' is neither a .gguf file nor a folder"):
+        locate(model, tmp_path)
+
+
+def test_a_file_is_converted_once(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions: list[Path] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        conversions.append(gguf)
+        pretend_to_convert(gguf, folder)
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    folder = locate(str(gguf), tmp_path / "cache")
+    assert locate(str(gguf), tmp_path / "cache") == folder
+    assert conversions == [gguf]
+
+    # Another file under the same name is another model.
+    gguf.write_bytes(b"GGUF" + bytes(999) + b"x")
+    assert locate(str(gguf), tmp_path / "cache") != folder
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(gguf: Path, folder: Path) -> None:
+        (folder / "half").write_text("...")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "_convert", run_out)
+    with pytest.raises(ConfigurationError, match=r"cache_dir: .*MiB free\): No space left on device"):
+        locate(str(gguf), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(ConfigurationError, match="cache_dir: cannot write to"):
+        locate(str(gguf), tmp_path / "cache")
+
+
+def test_whoever_converts_second_uses_the_first_copy(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert_twice(gguf: Path, folder: Path) -> None:
+        pretend_to_convert(gguf, folder)
+        other = folder.parent / folder.name[1:].rsplit("-", 1)[0]
+        if not other.exists():
+            other.mkdir()
+            pretend_to_convert(gguf, other)
+            (other / "first").touch()
+
+    monkeypatch.setattr(checkpoint, "_convert", convert_twice)
+    folder = locate(str(gguf), tmp_path / "cache")
+    assert (folder / "first").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]

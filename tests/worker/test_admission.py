@@ -1,0 +1,182 @@
+"""What a claimed job becomes: a request, or an answer that names the field and the limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.worker.factories import (
+    MODEL,
+    make_admission,
+    make_claim,
+    make_delta,
+    make_job,
+    make_limits,
+    make_tokenizer,
+)
+from tidemill.errors import ErrorCode
+from tidemill.jobs import ErrorInfo, FinishReason, Job, Result, Status
+from tidemill.moves import Claimed
+from tidemill_worker.admission import Admission
+from tidemill_worker.engine import Request
+
+
+def prepare(claim: Claimed, admission: Admission | None = None) -> Request | Result:
+    admission = admission or make_admission()
+    return admission.prepare(claim, admission.hold(claim))
+
+
+def refusal(job: Job | bytes, **limits: Any) -> ErrorInfo:
+    result = prepare(make_claim(job), make_admission(limits=make_limits(**limits)))
+    assert isinstance(result, Result)
+    assert result.status is Status.FAILED
+    assert result.error is not None
+    return result.error
+
+
+def prompt_tokens(job: Job) -> int:
+    return len(make_tokenizer().prompt_token_ids(job))
+
+
+def test_a_good_job_becomes_a_request() -> None:
+    job = make_job("The tide", priority="high", tenant="acme", params={"stop": ["\n"]})
+    request = prepare(make_claim(job, seed=99))
+    assert isinstance(request, Request)
+    assert request.id == f"{job.id}/1"
+    assert request.prompt_token_ids == make_tokenizer().prompt_token_ids(job)
+    assert (request.params, request.seed) == (job.params, 99)
+    assert (request.priority, request.salt) == (0, b"acme")
+    assert request.output_token_ids == ()
+
+
+def test_priorities_keep_their_order() -> None:
+    requests = [prepare(make_claim(make_job(priority=name))) for name in ("high", "normal", "low")]
+    numbers = [request.priority for request in requests if isinstance(request, Request)]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 3
+
+
+def test_a_seed_of_the_job_counts_before_the_drawn_one() -> None:
+    request = prepare(make_claim(make_job(params={"seed": 0}), seed=99))
+    assert isinstance(request, Request)
+    assert request.seed == 0
+
+
+@pytest.mark.parametrize("payload", [b"\xff\xfe", b"[]", b"{}", b'{"prompt": "x", "surprise": 1}', b"{"])
+def test_what_is_not_a_job_is_answered(payload: bytes) -> None:
+    assert refusal(payload).code is ErrorCode.UNDECODABLE
+
+
+def test_another_model_is_named() -> None:
+    error = refusal(make_job(model="other"))
+    assert (error.code, error.field, error.limit) == (ErrorCode.MODEL_MISMATCH, "model", MODEL)
+
+
+def test_the_served_model_by_name_is_fine() -> None:
+    assert isinstance(prepare(make_claim(make_job(model=MODEL))), Request)
+
+
+def test_max_tokens_past_the_context_name_what_fits() -> None:
+    job = make_job("The tide", params={"max_tokens": 64})
+    error = refusal(job, max_model_len=64)
+    assert error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert (error.field, error.limit) == ("params.max_tokens", 64 - prompt_tokens(job))
+    assert isinstance(error.limit, int)
+    fitting = make_job("The tide", params={"max_tokens": error.limit})
+    assert isinstance(prepare(make_claim(fitting)), Request)
+
+
+def test_a_prompt_that_fills_the_context_is_refused_as_such() -> None:
+    job = make_job("mill " * 200, params={"max_tokens": 1})
+    error = refusal(job, max_model_len=64)
+    assert error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert (error.field, error.limit) == ("prompt", 63)
+    assert str(prompt_tokens(job)) in error.message
+
+
+def test_what_fits_the_context_but_never_the_cache_is_refused() -> None:
+    """Otherwise it would wait forever, and all behind it (vllm#39734)."""
+    job = make_job("The tide", params={"max_tokens": 40})
+    error = refusal(job, max_model_len=64, max_total_tokens=33)
+    assert error.code is ErrorCode.KV_CAPACITY_EXCEEDED
+    assert (error.field, error.limit) == ("params.max_tokens", 33 - prompt_tokens(job))
+
+
+def test_token_ids_outside_the_vocabulary_are_named() -> None:
+    error = refusal(make_job(None, prompt_token_ids=[1, 100_000]))
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "prompt_token_ids.1")
+    error = refusal(make_job(params={"stop_token_ids": [3, 100_000]}))
+    assert error.field == "params.stop_token_ids.1"
+    assert error.limit == make_tokenizer().vocab_size
+
+
+def test_an_unforeseen_fault_is_the_answer_of_this_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = make_admission()
+    monkeypatch.setattr(admission.tokenizer, "prompt_token_ids", lambda _: 1 / 0)
+    result = prepare(make_claim(), admission)
+    assert isinstance(result, Result)
+    assert result.error is not None
+    assert result.error.code is ErrorCode.INTERNAL
+    assert "ZeroDivisionError" in result.error.message
+
+
+def test_an_answer_carries_metadata_and_times() -> None:
+    job = make_job(model="other", metadata={"row": "3"})
+    result = prepare(make_claim(job, attempt=2))
+    assert isinstance(result, Result)
+    assert (result.id, result.metadata, result.attempts, result.worker) == (job.id, {"row": "3"}, 2, "w1")
+    assert result.timings.queued == 2.5
+
+
+def test_a_deadline_counts_from_the_claim() -> None:
+    admission = make_admission(clock=lambda: 100.0)
+    held = admission.hold(make_claim(make_job(deadline=4.0), claimed_ms=3_500, deadline_ms=5_000))
+    assert held.deadline == 101.5
+    assert admission.hold(make_claim()).deadline is None
+
+
+def word(text: str) -> int:
+    token_id: int = make_tokenizer()._backend.token_to_id(text)
+    return token_id
+
+
+def test_a_resumed_job_replays_its_checkpoint() -> None:
+    """The half character at its end is not shown yet, and comes whole with the next token."""
+    admission = make_admission()
+    tokens = [word(token) for token in ("A", "ð", "Ł")]
+    deltas = (make_delta(0, *tokens[:2], text="A"), make_delta(2, tokens[2]))
+    claim = make_claim(make_job(), checkpoint=deltas)
+    held = admission.hold(claim)
+    request = admission.prepare(claim, held)
+    assert isinstance(request, Request)
+    assert list(request.output_token_ids) == tokens == held.token_ids
+    assert (held.text, held.has_news) == ("A", False)
+    assert [request.output_text.append(word(token)) for token in ("Į", "Ĭ")] == [None, None]
+    assert request.output_text.take() == "🌊"
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "expected"),
+    [
+        ({"max_tokens": 3}, ["A", "B", "C"], ("ABC", FinishReason.LENGTH, None)),
+        ({"stop": ["BC"]}, ["A", "B", "C", "D"], ("A", FinishReason.STOP, "BC")),
+        ({}, ["A", "<eos>"], ("A", FinishReason.STOP, None)),
+        ({"stop_token_ids": [word("B")]}, ["A", "B"], ("A", FinishReason.STOP, word("B"))),
+    ],
+)
+def test_a_generation_that_was_complete_is_answered_without_a_step(
+    params: dict[str, Any], tokens: list[str], expected: tuple[str, FinishReason, object]
+) -> None:
+    """The worker before died between the last checkpoint and the result."""
+    ids = [word(token) for token in tokens]
+    result = prepare(make_claim(make_job(params=params), checkpoint=(make_delta(0, *ids),)))
+    assert isinstance(result, Result)
+    assert result.status is Status.SUCCEEDED
+    assert (result.text, result.finish_reason, result.stop_reason) == expected
+    assert result.usage.completion_tokens == len(result.token_ids)
+
+
+def test_end_of_text_may_be_ignored() -> None:
+    claim = make_claim(make_job(params={"ignore_eos": True}), checkpoint=(make_delta(0, word("<eos>")),))
+    assert isinstance(prepare(claim), Request)

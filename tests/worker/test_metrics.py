@@ -1,0 +1,167 @@
+"""Metrics: read back from the exposition, under both names."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.worker.factories import make_held, make_output, make_stats
+from tidemill.errors import ConfigurationError
+from tidemill.jobs import FinishReason, Result, Status
+from tidemill_worker.endpoint import Endpoint, Health
+from tidemill_worker.engine import Marks
+from tidemill_worker.metrics import HISTOGRAMS, TTFT_BUCKETS, Metrics
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, frozenset({**LABELS, **labels}.items())]
+
+
+@pytest.mark.parametrize("prefix", ["tidemill_", "vllm:"])
+def test_latencies_are_measured_from_the_claim(prefix: str) -> None:
+    clock = Clock()
+    metrics = Metrics("tiny", clock)
+    held = make_held(claimed=10.0)
+    clock.now = 10.5
+    metrics.progressed(held, make_output("job/1", 1))
+    clock.now = 10.7
+    metrics.progressed(held, make_output("job/1", 2))
+    clock.now = 12.7
+    marks = Marks(added=10.0, scheduled=10.2, first_token=10.5, finished=12.7)
+    metrics.progressed(held, make_output("job/1", 3, finish_reason=FinishReason.STOP, marks=marks))
+
+    def total(name: str) -> tuple[float, float]:
+        return value(metrics, f"{prefix}{name}_sum"), value(metrics, f"{prefix}{name}_count")
+
+    e2e = "e2e_request_latency_seconds" if prefix == "vllm:" else "request_latency_seconds"
+    assert total("time_to_first_token_seconds") == (pytest.approx(0.5), 1)
+    assert total("inter_token_latency_seconds") == (pytest.approx(2.2), 2)
+    assert total("request_queue_time_seconds") == (pytest.approx(0.2), 1)
+    assert total("request_prefill_time_seconds") == (pytest.approx(0.3), 1)
+    assert total("request_decode_time_seconds") == (pytest.approx(2.2), 1)
+    assert total(e2e) == (pytest.approx(2.7), 1)
+
+
+def test_a_prefill_step_without_a_token_is_no_first_token() -> None:
+    metrics = Metrics("tiny")
+    metrics.progressed(make_held(), make_output("job/1"))
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"status": Status.SUCCEEDED, "finish_reason": FinishReason.STOP}, "stop"),
+        ({"status": Status.SUCCEEDED, "finish_reason": FinishReason.LENGTH}, "length"),
+        ({"status": Status.CANCELLED}, "abort"),
+        ({"status": Status.EXPIRED}, "abort"),
+        ({"status": Status.FAILED}, "error"),
+    ],
+)
+def test_requests_are_counted_by_how_they_ended(changes: dict[str, object], reason: str) -> None:
+    """request_success{abort} was always 0 (vllm#31503)."""
+    metrics = Metrics("tiny")
+    assert value(metrics, "vllm:request_success_total", finished_reason=reason) == 0
+    metrics.ended(make_held(), Result.model_validate({"id": "job", **changes}))
+    assert value(metrics, "vllm:request_success_total", finished_reason=reason) == 1
+    assert value(metrics, "tidemill_requests_finished_total", finished_reason=reason) == 1
+
+
+def test_the_engine_is_read_when_asked() -> None:
+    metrics = Metrics("tiny")
+    stats = make_stats(num_running=3, num_waiting=2, kv_usage=0.25, num_preemptions=4, generation_tokens=99)
+    current = [stats]
+    metrics.watch(lambda: current[0])
+    for running, usage in (
+        ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+        ("tidemill_requests_running", "tidemill_kv_cache_usage_ratio"),
+    ):
+        assert (value(metrics, running), value(metrics, usage)) == (3, 0.25)
+    assert value(metrics, "vllm:num_requests_waiting") == 2
+    assert value(metrics, "vllm:num_preemptions_total") == 4
+    assert value(metrics, "tidemill_generation_tokens_total") == 99
+    current[0] = make_stats(num_running=0)
+    assert value(metrics, "vllm:num_requests_running") == 0
+
+
+def test_claims_and_their_time_in_the_queue_are_counted() -> None:
+    metrics = Metrics("tiny")
+    metrics.claimed([make_held("a", queued=1.5), make_held("b", queued=2.0)])
+    assert value(metrics, "tidemill_jobs_claimed_total") == 2
+    assert value(metrics, "tidemill_job_queue_time_seconds_sum") == 3.5
+
+
+def test_the_buckets_are_vllms() -> None:
+    metrics = Metrics("tiny")
+    bounds = {
+        float(dict(labels)["le"])
+        for name, labels in samples(metrics)
+        if name == "vllm:time_to_first_token_seconds_bucket"
+    }
+    assert bounds == {*TTFT_BUCKETS, float("inf")}
+    assert {vllm for _, vllm, *_ in HISTOGRAMS.values()} >= {"vllm:inter_token_latency_seconds"}
+
+
+@pytest.fixture
+def health() -> list[Health]:
+    return [Health(ok=True, details={"running": 1})]
+
+
+@pytest.fixture
+def endpoint(health: list[Health]) -> Iterator[Endpoint]:
+    opened = Endpoint("127.0.0.1", 0, metrics=Metrics("tiny").exposition, health=lambda: health[0])
+    yield opened
+    opened.close()
+
+
+def get(endpoint: Endpoint, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}{path}", timeout=5) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_the_endpoint_serves_metrics_and_health(endpoint: Endpoint, health: list[Health]) -> None:
+    status, text = get(endpoint, "/metrics")
+    assert status == 200
+    assert "vllm:time_to_first_token_seconds_count" in text
+    status, text = get(endpoint, "/health")
+    assert (status, json.loads(text)) == (200, {"ok": True, "running": 1})
+    health[0] = Health(ok=False, details={"engine": "stopped"})
+    assert get(endpoint, "/health")[0] == 503
+    assert get(endpoint, "/")[0] == 404
+
+
+def test_a_port_in_use_is_a_configuration_error() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"^metrics_port: cannot listen on 127.0.0.1:{port}"):
+            Endpoint("127.0.0.1", port, metrics=bytes, health=lambda: Health(ok=True, details={}))

@@ -1,0 +1,274 @@
+"""The composition root: builds a worker from its settings and lets it serve."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+
+from tidemill.card import ModelCard
+from tidemill.connection import connect
+from tidemill.errors import ConfigurationError, QueueUnavailable
+from tidemill.moves import QueueSettings
+from tidemill.queue import Queue
+from tidemill_scheduler.config import SchedulerConfig
+from tidemill_scheduler.scheduler import Scheduler
+from tidemill_worker.admission import Admission, ModelLimits
+from tidemill_worker.answers import Answers
+from tidemill_worker.endpoint import Endpoint, Health
+from tidemill_worker.engine import Engine
+from tidemill_worker.leases import OpenQueue
+from tidemill_worker.metrics import Metrics
+from tidemill_worker.recorder import CONCURRENCY, pauses
+from tidemill_worker.service import Service, ServiceConfig
+from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
+from tidemill_worker.tokenizer import Tokenizer
+
+MAX_STEP_SECONDS = 120.0
+"""A step that takes longer than this hangs; the slowest on record took a few."""
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+"""How much of a file goes into the fingerprint: 4 MiB."""
+CONNECTIONS = CONCURRENCY + 4
+"""Of the I/O loop: results on their way, a claim, the card, and some to spare."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model ready to serve: its engine, its tokenizer and what they can take."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    limits: ModelLimits
+    fingerprint: str
+
+
+def serve(settings: WorkerSettings) -> bool:
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        Whether everything held was finished or handed back.
+
+    Raises:
+        ConfigurationError, ModelUnsupported: the settings or the model are wrong.
+        QueueUnavailable: Redis cannot be used at the start.
+    """
+    open_queue = queue_opener(settings)
+    asyncio.run(_await_redis(open_queue, settings.redis_wait))
+    metrics, probe = Metrics(settings.model_name), HealthProbe()
+    with _endpoint(settings, metrics, probe):
+        started = time.monotonic()
+        model = build_model(settings)
+        structlog.get_logger().info(
+            "model_loaded",
+            model=settings.model_name,
+            seconds=round(time.monotonic() - started, 1),
+            max_model_len=model.limits.max_model_len,
+            kv_cache_tokens=model.limits.max_total_tokens,
+        )
+        service = build_service(settings, model, open_queue, metrics)
+        metrics.watch(lambda: service.engine.stats)
+        probe.service = service
+        return asyncio.run(_run(service))
+
+
+def build_model(settings: WorkerSettings) -> ServedModel:
+    """Find, load and warm up the model, and put the engine around it."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from tidemill_kernels.warm_up import warm_up
+    from tidemill_worker.model.checkpoint import locate, locate_embedded
+    from tidemill_worker.model.kv_cache import KVCacheSpec
+    from tidemill_worker.model.loader import end_of_text_tokens, load_model
+    from tidemill_worker.model.runner import ModelRunner
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.model == EMBEDDED_MODEL:
+        folder = locate_embedded(settings.cache_dir)
+    else:
+        folder = locate(settings.model, settings.cache_dir)
+    device, dtype = torch.device("cpu"), torch.float32
+    model = load_model(folder, device=device, dtype=dtype)
+    spec = KVCacheSpec.of(model.config, block_size=settings.block_size, dtype=dtype)
+    config = scheduler_config(
+        settings,
+        context=model.config.max_position_embeddings,
+        num_blocks=spec.num_blocks_in(int(settings.kv_cache_memory * 2**30)),
+    )
+    warm_up(model.config.num_attention_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+    end_of_text = end_of_text_tokens(model)
+    runner = ModelRunner(model, spec.allocate(config.num_blocks, device))
+    return ServedModel(
+        engine=Engine(runner, Scheduler(config), end_of_text),
+        tokenizer=Tokenizer.from_pretrained(folder, vocab_size=model.config.vocab_size),
+        limits=ModelLimits(
+            model_name=settings.model_name,
+            max_model_len=config.max_model_len,
+            max_total_tokens=config.kv_cache_tokens,
+            end_of_text=end_of_text,
+        ),
+        fingerprint=_fingerprint(folder, str(dtype), torch.backends.cpu.get_cpu_capability()),
+    )
+
+
+def scheduler_config(settings: WorkerSettings, *, context: int, num_blocks: int) -> SchedulerConfig:
+    """The scheduler's limits for a model with this context length.
+
+    Raises:
+        ConfigurationError: naming the setting that does not go with the model.
+    """
+    if settings.max_model_len is not None and settings.max_model_len > context:
+        raise ConfigurationError(
+            f"max_model_len={settings.max_model_len}: the model's context is {context} tokens"
+        )
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"kv_cache_memory={settings.kv_cache_memory:g}: not even one block of"
+            f" {settings.block_size} tokens fits"
+        )
+    try:
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            max_model_len=settings.max_model_len or context,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            enable_chunked_prefill=settings.enable_chunked_prefill,
+        )
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def build_service(
+    settings: WorkerSettings, model: ServedModel, open_queue: OpenQueue, metrics: Metrics
+) -> Service:
+    """The service around a model that is ready."""
+    worker = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    answers = Answers(model=settings.model_name, worker=worker)
+    return Service(
+        ServiceConfig(
+            worker=worker,
+            capacity=settings.max_num_seqs + settings.claim_ahead,
+            lease=settings.lease,
+            renewal=settings.renewal_interval,
+            stream_interval=settings.stream_interval,
+            grace_period=settings.grace_period,
+        ),
+        engine=model.engine,
+        admission=Admission(model.tokenizer, model.limits, answers),
+        card=ModelCard(
+            model=settings.model_name,
+            max_model_len=model.limits.max_model_len,
+            max_total_tokens=model.limits.max_total_tokens,
+            chat_template_overhead=model.tokenizer.chat_template_overhead,
+            fingerprint=model.fingerprint,
+            tokenizer_zlib=ModelCard.compress(model.tokenizer.to_json().encode()),
+        ),
+        open_queue=open_queue,
+        observer=metrics,
+    )
+
+
+def queue_opener(settings: WorkerSettings) -> OpenQueue:
+    """How each event loop of the worker opens the queue, with connections of its own."""
+    queue_settings = QueueSettings(lease=settings.lease, max_attempts=settings.max_attempts)
+
+    @asynccontextmanager
+    async def open_queue() -> AsyncIterator[Queue]:
+        redis = connect(settings.redis_url.get_secret_value(), max_connections=CONNECTIONS)
+        queue = Queue(redis, settings.queue_name, queue_settings)
+        try:
+            yield queue
+        finally:
+            await queue.aclose()
+            await redis.aclose()
+
+    return open_queue
+
+
+class HealthProbe:
+    """Healthy is a worker whose engine thread lives and makes steps; Redis may come and go."""
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+        """Set when the model is ready; until then the worker is not healthy yet."""
+
+    def __call__(self) -> Health:
+        if self.service is None:
+            return Health(ok=False, details={"engine": "loading"})
+        engine, held = self.service.engine, self.service.held
+        hangs = engine.step_seconds > MAX_STEP_SECONDS
+        return Health(
+            ok=engine.is_alive and not hangs,
+            details={
+                "engine": "hangs" if hangs else "alive" if engine.is_alive else "stopped",
+                "running": engine.stats.num_running,
+                "waiting": engine.stats.num_waiting,
+                "held": len(held),
+                "unrecorded": held.num_unrecorded,
+            },
+        )
+
+
+@contextmanager
+def _endpoint(settings: WorkerSettings, metrics: Metrics, probe: HealthProbe) -> Iterator[None]:
+    """Listen before the model is loaded, so that a port in use is known at once."""
+    if not settings.metrics_port:
+        yield
+        return
+    endpoint = Endpoint(
+        settings.metrics_host, settings.metrics_port, metrics=metrics.exposition, health=probe
+    )
+    try:
+        yield
+    finally:
+        endpoint.close()
+
+
+async def _run(service: Service) -> bool:
+    service.stop_on_signals()
+    return await service.run()
+
+
+async def _await_redis(open_queue: OpenQueue, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    async with open_queue() as queue:
+        for pause in pauses():
+            try:
+                return await queue.ping()
+            except QueueUnavailable:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(pause)
+
+
+def _fingerprint(folder: Path, *facts: str) -> str:
+    """Names what decides over a generation's bits: the model's files, the code, the machine.
+
+    Of each file its size and evenly spaced samples are read, so that a large model costs no minutes.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for path in folder.glob("*") if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(sample * size // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    for package in ("tidemill", "torch", "transformers"):
+        digest.update(f"{package}={version(package)};".encode())
+    digest.update(";".join(facts).encode())
+    return digest.hexdigest()

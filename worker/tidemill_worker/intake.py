@@ -1,0 +1,146 @@
+"""Claims jobs for the room there is, prepares them off the engine thread, hands them over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from tidemill.errors import QueueUnavailable
+from tidemill.jobs import Result
+from tidemill.moves import Claimed
+from tidemill.queue import Queue
+from tidemill_worker.admission import Admission
+from tidemill_worker.engine import Request
+from tidemill_worker.held import HeldJob, HeldJobs
+from tidemill_worker.recorder import pauses
+
+DOORBELL_TIMEOUT = 1.0
+"""Seconds to wait for new work before looking again (for due retries, say)."""
+
+
+class Intake:
+    """Keeps the engine's places filled, and a few more jobs ready behind them.
+
+    Args:
+        capacity: jobs held at once at most, running and prepared.
+        reclaim_interval: seconds between looks for jobs whose worker has gone.
+        submit, abort: hand a request to the engine, and take it back.
+        answer: hands over the result of a job that never reaches the engine.
+        changed: set whenever a job ends, so that there may be room.
+        claimed: told of the jobs just claimed.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        admission: Admission,
+        held: HeldJobs,
+        *,
+        worker: str,
+        capacity: int,
+        reclaim_interval: float,
+        submit: Callable[[Request], None],
+        abort: Callable[[str], None],
+        answer: Callable[[HeldJob, Result], None],
+        changed: asyncio.Event,
+        claimed: Callable[[Sequence[HeldJob]], None],
+    ) -> None:
+        self._queue = queue
+        self._admission = admission
+        self._held = held
+        self._worker = worker
+        self._capacity = capacity
+        self._reclaim_interval = reclaim_interval
+        self._submit = submit
+        self._abort = abort
+        self._answer = answer
+        self._changed = changed
+        self._claimed = claimed
+        self._next_reclaim = 0.0
+        self._stopping = asyncio.Event()
+        self._log = structlog.get_logger()
+
+    def stop(self) -> None:
+        """Claim nothing more. A claim in progress is completed: its jobs must not be forgotten."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Claim until stopped."""
+        while not self._stopping.is_set():
+            try:
+                await self._take()
+            except QueueUnavailable as error:
+                self._log.warning("claim_failed", reason=str(error))
+                await self._until_reachable()
+                self._log.info("claims_resumed")
+
+    @property
+    def room(self) -> int:
+        """Jobs that may be claimed now; none while results pile up that cannot be recorded."""
+        if self._held.num_unrecorded >= self._capacity:
+            return 0
+        return max(0, self._capacity - self._held.num_live)
+
+    async def _until_reachable(self) -> None:
+        for pause in pauses():
+            await self._unless_stopped(asyncio.sleep(pause))
+            try:
+                return await self._take()
+            except QueueUnavailable:
+                if self._stopping.is_set():
+                    return None
+
+    async def _take(self) -> None:
+        """One look at the queue, then a wait: for room if there is none, for work if there is none."""
+        if self.room == 0:
+            self._changed.clear()
+            await self._unless_stopped(self._changed.wait())
+            return
+        claimed = await self._reclaim_if_due() or await self._queue.claim(self._worker, self.room)
+        if claimed:
+            await self._prepare(claimed)
+        else:
+            await self._unless_stopped(self._queue.wait(DOORBELL_TIMEOUT))
+
+    async def _reclaim_if_due(self) -> Sequence[Claimed]:
+        now = time.monotonic()
+        if now < self._next_reclaim:
+            return ()
+        claimed = await self._queue.reclaim(self._worker, self.room)
+        if not claimed:
+            self._next_reclaim = now + self._reclaim_interval
+        else:
+            self._log.info("reclaimed", jobs=len(claimed))
+        return claimed
+
+    async def _prepare(self, claimed: Sequence[Claimed]) -> None:
+        held = [self._admission.hold(one) for one in claimed]
+        for job in held:
+            for superseded in self._held.hold(job):
+                self._abort(superseded.request_id)
+        self._claimed(held)
+        for one, job in zip(claimed, held, strict=True):
+            self._hand_over(job, await asyncio.to_thread(self._admission.prepare, one, job))
+
+    def _hand_over(self, job: HeldJob, prepared: Request | Result) -> None:
+        if isinstance(prepared, Result):
+            if self._held.end(job.request_id) is not None:
+                self._answer(job, prepared)
+            return
+        self._submit(prepared)
+        if job.ended:  # while it was being prepared: lost, cancelled or overdue
+            self._abort(job.request_id)
+
+    async def _unless_stopped(self, waiting: object) -> None:
+        """Wait for something that may be abandoned halfway, and no longer than until `stop`."""
+        work = asyncio.ensure_future(waiting)  # type: ignore[call-overload]
+        stop = asyncio.ensure_future(self._stopping.wait())
+        done, pending = await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        if work in done:
+            work.result()

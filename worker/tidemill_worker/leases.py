@@ -1,0 +1,112 @@
+"""The thread that keeps the leases: renewals, which carry the checkpoints and bring cancellations.
+
+It has an event loop and a connection of its own, so that neither a long step of the engine nor a
+slow claim can let a lease run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import structlog
+
+from tidemill.errors import QueueUnavailable
+from tidemill.queue import Queue
+from tidemill_worker.held import HeldJobs, RequestId, request_id
+
+OpenQueue = Callable[[], AbstractAsyncContextManager[Queue]]
+"""Opens the queue with a connection that belongs to the event loop it is opened in."""
+
+
+class LeaseKeeper:
+    """Renews every held job in time, streamed jobs with news more often.
+
+    Args:
+        worker: the name the leases are held under.
+        interval: seconds between renewals of all jobs.
+        stream_interval: seconds between checkpoints of streamed jobs.
+        on_lost, on_cancelled, on_overdue: called on this thread, one job at a time.
+        on_failure: called on this thread, once, if it ends by an error.
+    """
+
+    def __init__(
+        self,
+        open_queue: OpenQueue,
+        held: HeldJobs,
+        *,
+        worker: str,
+        interval: float,
+        stream_interval: float,
+        on_lost: Callable[[RequestId], None],
+        on_cancelled: Callable[[RequestId], None],
+        on_overdue: Callable[[RequestId], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._open_queue = open_queue
+        self._held = held
+        self._worker = worker
+        self._interval = interval
+        self._stream_interval = min(stream_interval, interval)
+        self._on_lost = on_lost
+        self._on_cancelled = on_cancelled
+        self._on_overdue = on_overdue
+        self._on_failure = on_failure
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tidemill-leases", daemon=True)
+        self._unreachable = False
+        self._log = structlog.get_logger()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the renewal in progress."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._keep())
+        except Exception:
+            self._log.exception("lease_keeper_failed")
+            self._on_failure()
+
+    async def _keep(self) -> None:
+        async with self._open_queue() as queue:
+            next_full = time.monotonic() + self._interval
+            while not self._stopping.is_set():
+                now = time.monotonic()
+                for overdue in self._held.overdue(now):
+                    self._on_overdue(overdue)
+                full = now >= next_full
+                if await self._renew(queue, everything=full) and full:
+                    next_full = now + self._interval
+                await asyncio.sleep(self._stream_interval)
+
+    async def _renew(self, queue: Queue, *, everything: bool) -> bool:
+        """Send what is due; false if the queue could not be reached, so that it is due at once."""
+        renewals = self._held.renewals(everything=everything)
+        if not renewals:
+            return True
+        try:
+            outcome = await queue.renew(self._worker, renewals)
+        except QueueUnavailable as error:
+            if not self._unreachable:
+                self._log.warning("renewal_failed", reason=str(error), jobs=len(renewals))
+            self._unreachable = True
+            return False
+        if self._unreachable:
+            self._log.info("renewals_resumed", jobs=len(renewals))
+        self._unreachable = False
+        self._held.confirm(renewals)
+        for renewal in renewals:
+            if renewal.job_id in outcome.lost:
+                self._on_lost(request_id(renewal.job_id, renewal.attempt))
+            elif renewal.job_id in outcome.cancelled:
+                self._on_cancelled(request_id(renewal.job_id, renewal.attempt))
+        return True

