@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -28,7 +28,36 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     For functions that call nothing of ours: the copy on disk is renewed only when their own file
     has changed.
     """
-    return cast(Callable[P, R], njit(nogil=True, cache=True, error_model="numpy")(function))
+    return cast(Callable[P, R], _kept(njit, nogil=True)(function))
+
+
+class Native(Protocol):
+    """A function that C can call at `address`, for as long as this object lives."""
+
+    @property
+    def address(self) -> int: ...
+
+
+def compile_native(signature: Any, function: Callable[..., object]) -> Native:
+    """Compile now, as a function that C can call; kept on disk.
+
+    What `function` is made of besides its own file must be named by a `digest` that it captures.
+    """
+    return cast(Native, _kept(cfunc, signature)(function))
+
+
+def _kept(decorator: Any, *args: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """The decorator with its copies on disk, or without them where no folder can be written."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return decorator(*args, cache=True, error_model="numpy", **options)(function)
+        except RuntimeError as error:
+            if "no locator available" not in str(error):
+                raise
+            return decorator(*args, error_model="numpy", **options)(function)
+
+    return decorate
 
 
 def part(function: Callable[P, R]) -> Callable[P, R]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 from numpy.typing import NDArray
 from torch import Tensor
@@ -33,7 +33,7 @@ from tidemill_kernels.attention_tiles import (
     exponentiate,
     score_keys,
 )
-from tidemill_kernels.jit import Floats, Ints, compiled, digest, part, pointer, take
+from tidemill_kernels.jit import Floats, Ints, Native, compile_native, compiled, digest, part, pointer, take
 from tidemill_kernels.openmp import run_on_threads
 
 _MAX_TILE = 16  # rows of one sequence that share a pass over its keys
@@ -109,12 +109,12 @@ def paged_attention(
         ),
         dtype=_CALL,
     )
-    run_on_threads(compile_attention(), call.ctypes.data)
+    run_on_threads(compile_attention().address, call.ctypes.data)
 
 
 @functools.cache
-def compile_attention() -> int:
-    """Address of the code that each thread runs: compiled in some 3 s, then kept on disk."""
+def compile_attention() -> Native:
+    """What each thread runs: compiled in some 3 s, then kept on disk."""
     sources = digest(simd, jit, attention_tiles)
 
     def attend(call_pointer: Any) -> None:
@@ -122,9 +122,7 @@ def compile_attention() -> int:
         _attend(call_pointer)
 
     signature = types.void(types.CPointer(from_dtype(_CALL)))  # type: ignore[no-untyped-call]
-    address = cfunc(signature, cache=True, error_model="numpy")(attend).address
-    assert address is not None
-    return address
+    return compile_native(signature, attend)
 
 
 @compiled

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from tidemill_kernels.gumbel_argmax import gumbel_argmax
 from tidemill_kernels.kv_write import kv_write
 from tidemill_kernels.paged_attention import paged_attention
+from tidemill_kernels.silu import silu
 
 
 def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
@@ -22,3 +25,5 @@ def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -
         torch.zeros(1, 1, dtype=torch.int32),
         scale=1.0,
     )
+    silu(torch.zeros(1))
+    gumbel_argmax(np.zeros(1, np.float32), np.zeros(1, np.int64), np.uint64(0), choice=0, index=0)

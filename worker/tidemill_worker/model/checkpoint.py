@@ -51,6 +51,7 @@ def _converted(gguf: Path, cache_dir: Path) -> Path:
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
+        partial.chmod(0o755)  # a cache may be shared; mkdtemp made it its owner's alone
     except OSError as error:
         raise ConfigurationError(f"cache_dir: cannot write to {cache_dir}: {error.strerror}") from error
     try:

@@ -1,0 +1,103 @@
+"""The deployment files agree with the code they start; nothing else would notice before a user does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tidemill_worker.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+WORKERS = ["worker", "worker-gpu"]
+
+
+def seconds(duration: str) -> int:
+    assert duration.endswith("s")
+    return int(duration.removesuffix("s"))
+
+
+def settings_named_in(text: str) -> set[str]:
+    return {name.lower() for name in re.findall(r"TIDEMILL_([A-Z_]+)", text)}
+
+
+def server_options() -> dict[str, str]:
+    _, *words = COMPOSE["services"]["valkey"]["command"]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_the_server_keeps_every_job() -> None:
+    assert server_options()["--appendonly"] == "yes"
+    assert server_options()["--maxmemory-policy"] == "noeviction"
+    assert "queue:/data" in COMPOSE["services"]["valkey"]["volumes"]
+
+
+def test_the_server_is_reachable_from_this_host_only() -> None:
+    (port,) = COMPOSE["services"]["valkey"]["ports"]
+    assert port.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_waits_for_a_server_that_is_ready(name: str) -> None:
+    assert COMPOSE["services"][name]["depends_on"] == {"valkey": {"condition": "service_healthy"}}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_is_given_longer_to_stop_than_it_gives_its_jobs(name: str) -> None:
+    grace_period = WorkerSettings.model_fields["grace_period"].default
+    assert seconds(COMPOSE["services"][name]["stop_grace_period"]) > grace_period
+    assert COMPOSE["services"][name]["init"] is True
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_workers_can_be_scaled_on_one_host(name: str) -> None:
+    metrics_port = WorkerSettings.model_fields["metrics_port"].default
+    assert COMPOSE["services"][name]["ports"] == [f"127.0.0.1::{metrics_port}"]
+    assert "container_name" not in COMPOSE["services"][name]
+
+
+def test_only_the_profile_gpu_asks_for_a_gpu() -> None:
+    assert COMPOSE["services"]["worker-gpu"]["profiles"] == ["gpu"]
+    (device,) = COMPOSE["services"]["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert "deploy" not in COMPOSE["services"]["worker"]
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "Dockerfile", "deploy/env.example", "deploy/README.md"])
+def test_every_variable_is_a_setting_of_the_worker(name: str) -> None:
+    """A worker refuses to start with a variable it does not know."""
+    named = settings_named_in((ROOT / name).read_text(encoding="utf-8"))
+    assert named
+    assert named <= set(WorkerSettings.model_fields)
+
+
+def test_the_health_check_asks_the_port_that_the_worker_listens_on() -> None:
+    port = WorkerSettings.model_fields["metrics_port"].default
+    assert f"http://127.0.0.1:{port}/health" in DOCKERFILE
+    assert f"EXPOSE {port}" in DOCKERFILE
+
+
+def test_signals_reach_the_worker() -> None:
+    """The shell form would put a shell that forwards nothing in between."""
+    assert 'ENTRYPOINT ["tidemill"]' in DOCKERFILE
+    assert 'CMD ["worker"]' in DOCKERFILE
+    assert "STOPSIGNAL SIGTERM" in DOCKERFILE
+
+
+def test_the_worker_does_not_run_as_root() -> None:
+    users = re.findall(r"^USER (.+)$", DOCKERFILE, flags=re.MULTILINE)
+    assert users == ["tidemill"]
+
+
+def test_constraints_are_exact() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert pins
+    loose = [str(pin) for pin in pins if not re.fullmatch(r"==[\w.]+", str(pin.specifier))]
+    assert loose == []

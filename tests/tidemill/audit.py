@@ -1,0 +1,102 @@
+"""The whole truth about a queue, read key by key, against what its moves must keep true."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import redis
+
+Hash = dict[str, str]
+
+
+@dataclass
+class Audit:
+    """Read one queue and list what is wrong with it.
+
+    Every unfinished job is in exactly one place, every pending entry is under a lease of the
+    worker that the job names, all counters equal what they count, and whatever is left of finished
+    jobs expires.
+    """
+
+    client: redis.Redis
+    prefix: str
+    faults: list[str] = field(default_factory=list)
+
+    def run(self) -> list[str]:
+        self.jobs = {key: self._hash(f"job:{key}") for key in self._names("job:")}
+        self._check_entries()
+        self._check_sets()
+        self._check_load()
+        self._check_lifetimes()
+        return self.faults
+
+    def _names(self, kind: str) -> list[str]:
+        pattern = f"{self.prefix}{kind}"
+        keys = [key.decode() for key in self.client.scan_iter(f"{_escaped(pattern)}*", count=1000)]
+        return [key.removeprefix(pattern) for key in keys]
+
+    def _hash(self, key: str) -> Hash:
+        raw = self.client.hgetall(self.prefix + key)
+        return {k.decode(): v.decode(errors="replace") for k, v in raw.items()}
+
+    def _expect(self, what: str, found: object, expected: object) -> None:
+        if found != expected:
+            self.faults.append(f"{what}: found {found}, expected {expected}")
+
+    def _in_state(self, *states: str) -> dict[str, Hash]:
+        return {job_id: job for job_id, job in self.jobs.items() if job["state"] in states}
+
+    def _check_entries(self) -> None:
+        found, pending = {}, {}
+        for place in ("jobs", "returned"):
+            for lane in self._names(f"{place}:"):
+                key = f"{self.prefix}{place}:{lane}"
+                for entry, fields in self.client.xrange(key):
+                    found[place, lane, entry.decode()] = fields[b"id"].decode()
+                if self.client.xinfo_groups(key):
+                    for item in self.client.xpending_range(key, "workers", "-", "+", 10_000):
+                        entry = item["message_id"].decode()
+                        pending[place, lane, entry] = item["consumer"].decode()
+        live = self._in_state("waiting", "running")
+        self._expect("entries", found, {_place(job): job_id for job_id, job in live.items()})
+        running = self._in_state("running").values()
+        self._expect("pending", pending, {_place(job): job["worker"] for job in running})
+
+    def _members(self, key: str) -> set[str]:
+        return {member.decode() for member in self.client.zrange(self.prefix + key, 0, -1)}
+
+    def _check_sets(self) -> None:
+        self._expect("leases", self._members("leases"), set(self._in_state("running")))
+        self._expect("delayed", self._members("delayed"), set(self._in_state("delayed")))
+        idle = self._in_state("waiting", "delayed").items()
+        self._expect("deadlines", self._members("deadlines"), {i for i, job in idle if "deadline" in job})
+        for job in self._in_state("waiting").values():
+            if f"{job['version']}:{job['tenant']}" not in self._members(f"active:{job['priority']}"):
+                self.faults.append(f"nobody will look for {job}")
+
+    def _check_load(self) -> None:
+        live = self._in_state("waiting", "running", "delayed").values()
+        counted = Counter(f"{job['version']}:{job['priority']}:{job['tenant']}" for job in live)
+        if counted:
+            counted["total"] = counted.total()
+        load = {lane: int(count) for lane, count in self._hash("load").items()}
+        self._expect("load", load, dict(counted))
+
+    def _check_lifetimes(self) -> None:
+        for job_id, job in self.jobs.items():
+            expires = self.client.pttl(f"{self.prefix}job:{job_id}") > 0
+            self._expect(f"expiry of {job_id}", expires, job["state"] == "done")
+            self._expect(f"payload of {job_id}", "payload" in job, job["state"] != "done")
+        if not self._in_state("waiting", "running", "delayed"):
+            forever = [key for key in self._names("") if self.client.pttl(self.prefix + key) < 0]
+            self._expect("keys without expiry", [key for key in forever if key != "weights"], [])
+
+
+def _place(job: Hash) -> tuple[str, str, str]:
+    lane = f"{job['version']}:{job['priority']}:{job['tenant']}"
+    return job.get("place", "jobs"), lane, job["entry"]
+
+
+def _escaped(pattern: str) -> str:
+    return pattern.replace("[", r"\[").replace("?", r"\?").replace("*", r"\*")

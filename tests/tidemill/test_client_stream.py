@@ -1,0 +1,154 @@
+"""Streams: the text of a generation in pieces, each once and in order, whenever one begins to read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.tidemill.echo_worker import FAIL, deltas, open_queue, work
+from tests.tidemill.factories import make_job
+from tests.tidemill.servers import Server
+from tidemill.client import Client
+from tidemill.errors import JobUnknown
+from tidemill.jobs import Delta, JobId, Result, Status
+from tidemill.moves import Renewal
+from tidemill.queue import Queue
+
+TEXT = "whole"
+
+
+@pytest.fixture
+async def client(valkey: Server, queue_name: str) -> AsyncIterator[Client]:
+    async with Client(valkey.url, queue=queue_name) as made:
+        yield made
+
+
+@pytest.fixture
+async def queue(valkey: Server, queue_name: str) -> AsyncIterator[Queue]:
+    """The worker's side."""
+    async with open_queue(valkey.url, queue_name) as made:
+        yield made
+
+
+async def read(client: Client, job_id: JobId) -> list[Delta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in client.stream(job_id)]
+
+
+async def publish(queue: Queue, worker: str, attempt: int, pieces: tuple[Delta, ...]) -> None:
+    outcome = await queue.renew(worker, [Renewal(JobId("a"), attempt, pieces)])
+    assert not outcome.lost
+
+
+async def end(queue: Queue, worker: str, attempt: int, **fields: object) -> None:
+    result = Result(
+        id=JobId("a"), status=Status.SUCCEEDED, text=TEXT, token_ids=tuple(map(ord, TEXT))
+    ).model_copy(update=fields)
+    assert await queue.finish(worker, attempt, result) == "ok"
+
+
+async def test_pieces_come_while_the_job_runs(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    pieces = client.stream(JobId("a"))
+    (claimed,) = await queue.claim("one", 1)
+    seen = []
+    for piece in deltas(TEXT)[:3]:
+        await publish(queue, "one", claimed.attempt, (piece,))
+        seen.append(await anext(pieces))
+    await end(queue, "one", claimed.attempt)
+    rest = [piece async for piece in pieces]
+    assert seen == list(deltas(TEXT)[:3])
+    assert rest == [Delta(index=3, text="le", token_ids=tuple(map(ord, "le")))]
+
+
+async def test_one_who_comes_late_reads_from_the_beginning(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    (claimed,) = await queue.claim("one", 1)
+    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:4])
+    reading = asyncio.create_task(read(client, JobId("a")))
+    await asyncio.wait([reading], timeout=0.05)
+    await end(queue, "one", claimed.attempt)
+    assert await reading == list(deltas(TEXT))
+
+
+async def test_one_who_comes_after_the_end_gets_it_all(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    await work(queue)
+    assert await read(client, JobId("a")) == list(deltas(TEXT))
+
+
+async def test_one_who_comes_after_the_pieces_are_gone_gets_it_in_one(
+    client: Client, queue: Queue, valkey: Server
+) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    await work(queue)
+    with valkey.client() as redis:
+        redis.delete(queue.keys.deltas(JobId("a")))
+    assert await read(client, JobId("a")) == [Delta(index=0, text=TEXT, token_ids=tuple(map(ord, TEXT)))]
+
+
+async def test_a_job_that_moves_to_another_worker_is_read_without_gap_or_repeat(
+    client: Client, queue: Queue
+) -> None:
+    """S#39645: a restarted generation must not be spliced to what was streamed before."""
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    reading = asyncio.create_task(read(client, JobId("a")))
+    (claimed,) = await queue.claim("one", 1)
+    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:2])
+    await queue.release("one", [Renewal(JobId("a"), claimed.attempt, deltas(TEXT)[2:3])])
+    (resumed,) = await queue.claim("two", 1)
+    assert resumed.checkpoint == deltas(TEXT)[:3]
+    await publish(queue, "two", resumed.attempt, deltas(TEXT)[3:4])
+    await end(queue, "two", resumed.attempt)
+    assert await reading == list(deltas(TEXT))
+
+
+async def test_a_job_not_meant_for_streaming_can_be_read_too(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT))
+    reading = asyncio.create_task(read(client, JobId("a")))
+    await asyncio.wait([reading], timeout=0.05)
+    await work(queue)
+    assert "".join(piece.text for piece in await reading) == TEXT
+
+
+async def test_a_job_that_fails_ends_the_stream(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=FAIL, stream=True))
+    await work(queue)
+    assert await read(client, JobId("a")) == []
+    assert (await client.result(JobId("a"))).status is Status.FAILED
+
+
+async def test_what_was_streamed_before_a_failure_stays(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    (claimed,) = await queue.claim("one", 1)
+    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:2])
+    await end(queue, "one", claimed.attempt, status=Status.FAILED, text="", token_ids=())
+    assert await read(client, JobId("a")) == list(deltas(TEXT)[:2])
+
+
+async def test_an_unknown_job_is_told_at_once(client: Client) -> None:
+    with pytest.raises(JobUnknown, match="ghost"):
+        await read(client, JobId("ghost"))
+
+
+async def test_a_job_that_vanishes_ends_the_stream_with_an_error(
+    client: Client, queue: Queue, valkey: Server
+) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    reading = asyncio.create_task(read(client, JobId("a")))
+    await asyncio.wait([reading], timeout=0.05)
+    with valkey.client() as redis:
+        redis.delete(queue.keys.job(JobId("a")))
+    with pytest.raises(JobUnknown):
+        await reading
+
+
+async def test_a_reader_that_leaves_disturbs_nobody(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    leaving, staying = (asyncio.create_task(read(client, JobId("a"))) for _ in range(2))
+    await asyncio.wait([leaving, staying], timeout=0.05)
+    leaving.cancel()
+    await work(queue)
+    assert await staying == list(deltas(TEXT))

@@ -1,0 +1,150 @@
+"""The `tidemill` command: mounts the components' commands and imports only the one that runs.
+
+So `tidemill --help` is quick, and a machine that only submits jobs needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from tidemill.errors import TidemillError
+from tidemill.exit_codes import EPILOG, ExitCode, exit_code
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where a command lives, and the extra of this distribution that brings what it needs."""
+
+    target: str
+    """`module:function`"""
+    summary: str
+    extra: str = "cli"
+    needs: tuple[str, ...] = ()
+    """Modules that are looked for, not imported, before the command's own."""
+
+    def load(self) -> Callable[..., Any]:
+        """The command's function.
+
+        Raises:
+            MissingExtra: something it needs is not installed.
+        """
+        missing = next((module for module in self.needs if find_spec(module) is None), None)
+        if missing is not None:
+            raise MissingExtra(self.extra, missing)
+        module, _, function = self.target.partition(":")
+        command: Callable[..., Any] = getattr(import_module(module), function)
+        return command
+
+
+class MissingExtra(Exception):
+    """An optional part of Tidemill is not installed."""
+
+    def __init__(self, extra: str, module: str | None) -> None:
+        super().__init__(f"{module} is not installed; run: pip install 'tidemill[{extra}]'")
+
+
+COMMANDS: Mapping[str, Mount] = {
+    "submit": Mount(
+        "tidemill_producer.commands.submit:submit", "Put one job, or a file of them, in a queue."
+    ),
+    "result": Mount("tidemill_producer.commands.answers:result", "Print the result of a job."),
+    "status": Mount("tidemill_producer.commands.answers:status", "Show where a job is."),
+    "cancel": Mount("tidemill_producer.commands.answers:cancel", "Cancel a job, waiting or running."),
+    "queue": Mount("tidemill_producer.commands.depth:queue", "Show how much is waiting, and for whom."),
+    "summarize": Mount("tidemill_producer.summarize_command:summarize", "Summarize documents in bulk."),
+    "worker": Mount(
+        "tidemill_worker.commands:worker", "Serve a queue with a model.", "worker", ("torch", "transformers")
+    ),
+    "demo": Mount(
+        "tidemill_worker.commands:demo",
+        "Summarize real documents, with a queue and a worker started for it.",
+        "worker",
+        ("torch", "transformers"),
+    ),
+    "doctor": Mount(
+        "tidemill_worker.commands:doctor", "Check this installation and say what is wrong.", "worker"
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (`None`: this process's own); returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _run(arguments)
+    except (TidemillError, TimeoutError) as error:
+        return _fail(str(error), exit_code(error))
+    except MissingExtra as error:
+        return _fail(str(error), ExitCode.FAILED)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if find_spec("typer") is None:
+        raise MissingExtra("cli", "typer")
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        _build(wanted)(arguments, prog_name="tidemill")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            return _fail(end.code, ExitCode.FAILED)
+        return end.code or ExitCode.OK
+    except ModuleNotFoundError as error:
+        mount = COMMANDS.get(wanted or "")
+        if mount is None or (error.name or "").startswith("tidemill"):
+            raise
+        raise MissingExtra(mount.extra, error.name) from error
+    return ExitCode.OK
+
+
+def _build(wanted: str | None) -> Callable[..., Any]:
+    """The typer application; only its command `wanted` is real, the others are there for `--help`."""
+    import typer
+
+    app = typer.Typer(
+        epilog=EPILOG,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        _version: bool = typer.Option(
+            False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ) -> None:
+        """Tidemill: batch inference through a durable queue."""
+
+    for name, mount in COMMANDS.items():
+        function = mount.load() if name == wanted else _placeholder
+        app.command(name, short_help=mount.summary, epilog=EPILOG)(function)
+    return app
+
+
+def _placeholder() -> None:
+    raise AssertionError("only the command that was asked for is ever called")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("tidemill"))
+        raise SystemExit(ExitCode.OK)
+
+
+def _fail(message: str, code: ExitCode) -> int:
+    print(f"tidemill: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+-- Giving jobs to a worker, and giving the same ones again when it repeats the question.
+
+-- Makes the worker the holder and returns the reply for it.
+local function hand_over(job, worker)
+  set(job, {
+    state = 'running', worker = worker, attempt = number(job.attempt) + 1,
+    base = number(job.tokens), claimed = NOW, released = false,
+  })
+  redis.call('ZADD', K.leases, NOW + C.lease, job.id)
+  redis.call('ZREM', K.deadlines, job.id)
+end
+
+local function reply_for(job)
+  return {
+    job.id, payload_of(job) or '', job.seed or '0', job.attempt, job.failures or '0',
+    job.submitted or '0', job.claimed, job.deadline or '', job.stream and '1' or '0', deltas_of(job),
+  }
+end
+
+-- Without this, the jobs of a lost reply would be held by a worker that does not know of them until
+-- the lease runs out. A request is <series>:<number>; the worker repeats a number until it has seen
+-- a reply, so a number that is passed already comes from a call that nobody waits for any more.
+-- Returns the replies to give; nil for a new request.
+local function answered(move, worker, request)
+  local receipt = redis.call('HGET', K.receipt .. worker, move)
+  if not receipt then return nil end
+  local words = {}
+  for word in string.gmatch(receipt, '%S+') do words[#words + 1] = word end
+  local last_series, last = string.match(words[1], '^(.+):(%d+)$')
+  local series, current = string.match(request, '^(.+):(%d+)$')
+  if series ~= last_series or tonumber(current) > tonumber(last) then return nil end
+  local replies = {}
+  if tonumber(current) < tonumber(last) then return replies end
+  for i = 2, #words, 2 do
+    local job = load(words[i])
+    if held_by(job, worker, words[i + 1]) then
+      redis.call('ZADD', K.leases, NOW + C.lease, job.id)
+      replies[#replies + 1] = reply_for(job)
+    end
+  end
+  return replies
+end
+
+local function remember(move, worker, request, replies)
+  local words = {request}
+  for _, reply in ipairs(replies) do
+    words[#words + 1] = reply[1]
+    words[#words + 1] = reply[4]
+  end
+  redis.call('HSET', K.receipt .. worker, move, table.concat(words, ' '))
+  redis.call('PEXPIRE', K.receipt .. worker, C.lease)
+end

@@ -1,0 +1,4 @@
+-- ARGV: settings, number of jobs at most
+-- Returns how many deadlines it dealt with.
+
+return expire_waiting(tonumber(ARGV[2]))

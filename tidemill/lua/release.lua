@@ -1,0 +1,25 @@
+-- ARGV: as in renew.lua
+-- Returns the ids lost.
+
+local worker = ARGV[2]
+
+-- Back to the head of the line; the attempt is not a failure.
+local function release(job, attempt)
+  detach(job)
+  set(job, {released = token_of(worker, attempt), worker = false})
+  enqueue(job, 'returned')
+end
+
+local lost = {}
+local i = 3
+while i <= #ARGV do
+  local id, attempt, last = ARGV[i], ARGV[i + 1], i + 2 + 3 * ARGV[i + 2]
+  local job = load(id)
+  if held_by(job, worker, attempt) and checkpoint(job, i + 3, last) then
+    if job.cancel then cancel(job) else release(job, attempt) end
+  elseif not (job and job.released == token_of(worker, attempt)) then
+    lost[#lost + 1] = id
+  end
+  i = last + 1
+end
+return lost

@@ -1,0 +1,187 @@
+"""Between the values of `moves` and what Redis and the scripts send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tidemill.errors import ErrorCode, InvalidJob
+from tidemill.jobs import Delta, ErrorInfo, JobId, Priority, Result, Status
+from tidemill.keys import EntryField, JobField, split_lane
+from tidemill.moves import Claimed, DeadLetter, DeltaPage, JobState, JobView, QueueDepth, QueueSettings
+
+Fields = Mapping[bytes, bytes]
+Entries = list[tuple[str, Fields]]
+
+VIEW_FIELDS = (
+    JobField.STATE,
+    JobField.PRIORITY,
+    JobField.TENANT,
+    JobField.ATTEMPT,
+    JobField.FAILURES,
+    JobField.WORKER,
+    JobField.CANCEL,
+    JobField.TOKENS,
+    JobField.SUBMITTED,
+    JobField.CLAIMED,
+    JobField.DEADLINE,
+    JobField.FINISHED,
+    JobField.STATUS,
+    JobField.REPLIES,
+)
+
+
+def milliseconds(seconds: float) -> int:
+    """Redis's unit; never 0."""
+    return max(1, round(seconds * 1000))
+
+
+TIMES = (
+    "lease", "result_ttl", "dead_letter_ttl", "stream_ttl", "backoff", "max_backoff", "ageing",
+)  # fmt: skip
+
+
+def script_settings(settings: QueueSettings) -> dict[str, Any]:
+    """What every script is given: times in milliseconds, and the priorities there are."""
+    values = asdict(settings)
+    return {
+        **{name: milliseconds(values[name]) for name in TIMES},
+        "max_attempts": settings.max_attempts,
+        "priorities": [priority.value for priority in Priority],
+    }
+
+
+def entries(reply: Any) -> Entries:
+    """Flatten the reply of XREAD on one stream, in the shape of protocol 2."""
+    return [(entry.decode(), fields) for _, found in reply or () for entry, fields in found]
+
+
+def _text(fields: Fields, name: EntryField) -> str:
+    return fields.get(name.encode(), b"").decode(errors="replace")
+
+
+def _optional(value: bytes | None) -> int | None:
+    return int(value) if value else None
+
+
+def _deltas(items: Sequence[bytes]) -> tuple[Delta, ...]:
+    return tuple(Delta.from_wire(item) for item in items)
+
+
+def _checkpoint(items: Sequence[bytes]) -> tuple[Delta, ...]:
+    try:
+        return _deltas(items)
+    except InvalidJob as error:
+        raise ValueError(f"checkpoint: {error}") from error
+
+
+def holding(reply: Sequence[Any]) -> tuple[JobId, int]:
+    """Read the part of such a reply that only the scripts write: job id and attempt."""
+    return JobId(reply[0].decode()), int(reply[3])
+
+
+def claimed(reply: Sequence[Any]) -> Claimed:
+    """Read one reply of claim or reclaim; see `_leases.lua`.
+
+    Raises:
+        ValueError: somebody else has written to the job.
+    """
+    _, payload, seed, _, failures, submitted, at, deadline, stream, deltas = reply
+    job_id, attempt = holding(reply)
+    return Claimed(
+        job_id=job_id,
+        payload=payload,
+        seed=int(seed),
+        attempt=attempt,
+        failures=int(failures),
+        submitted_ms=int(submitted),
+        claimed_ms=int(at),
+        deadline_ms=_optional(deadline),
+        checkpoint=_checkpoint(deltas),
+        stream=stream == b"1",
+    )
+
+
+def result(entry: Any, fields: Any) -> tuple[str, Result]:
+    """Read an entry of a result stream; what is none becomes a failed result."""
+    entry_id = entry if isinstance(entry, str) else entry.decode()
+    try:
+        return entry_id, Result.from_wire(fields.get(EntryField.RESULT.encode(), b""))
+    except InvalidJob as error:
+        job_id = JobId(_text(fields, EntryField.ID))
+        info = ErrorInfo(code=ErrorCode.UNDECODABLE, message=f"not a result: {error}")
+        return entry_id, Result(id=job_id, status=Status.FAILED, error=info)
+
+
+def delta_page(page: Entries, cursor: str) -> DeltaPage:
+    """Read entries of a delta stream."""
+    found = [fields[name] for _, fields in page if (name := EntryField.DELTA.encode()) in fields]
+    return DeltaPage(
+        deltas=_deltas(found),
+        cursor=page[-1][0] if page else cursor,
+        ended=any(EntryField.ENDED.encode() in fields for _, fields in page),
+    )
+
+
+def dead_letter(entry: str, fields: Fields) -> DeadLetter:
+    """Read an entry of the dead-letter stream."""
+    return DeadLetter(
+        entry_id=entry,
+        job_id=JobId(_text(fields, EntryField.ID)),
+        payload=fields.get(EntryField.PAYLOAD.encode(), b""),
+        failures=int(_text(fields, EntryField.FAILURES) or 0),
+        worker=_text(fields, EntryField.WORKER) or None,
+    )
+
+
+def _replies(text: str) -> dict[str, str | None]:
+    pairs = (pair.split("=") for pair in text.split())
+    return {name: entry or None for name, entry in pairs}
+
+
+def job_view(job_id: JobId, values: Sequence[Any]) -> JobView | None:
+    """Read the `VIEW_FIELDS` of a job's hash."""
+    found = {name: value.decode() for name, value in zip(VIEW_FIELDS, values, strict=True) if value}
+    if JobField.STATE not in found:
+        return None
+
+    def number(name: JobField) -> int | None:
+        return int(found[name]) if name in found else None
+
+    return JobView(
+        job_id=job_id,
+        state=JobState(found[JobField.STATE]),
+        priority=Priority(found[JobField.PRIORITY]),
+        tenant=found[JobField.TENANT],
+        attempt=number(JobField.ATTEMPT) or 0,
+        failures=number(JobField.FAILURES) or 0,
+        worker=found.get(JobField.WORKER),
+        cancel_requested=JobField.CANCEL in found,
+        checkpointed_tokens=number(JobField.TOKENS) or 0,
+        submitted_ms=number(JobField.SUBMITTED) or 0,
+        claimed_ms=number(JobField.CLAIMED),
+        deadline_ms=number(JobField.DEADLINE),
+        finished_ms=number(JobField.FINISHED),
+        status=Status(found[JobField.STATUS]) if JobField.STATUS in found else None,
+        replies=_replies(found.get(JobField.REPLIES, "")),
+    )
+
+
+def queue_depth(reply: Sequence[Any]) -> QueueDepth:
+    """Read the reply of `depth.lua`; lanes of different wire versions are summed."""
+    running, delayed, dead, oldest, now, *lanes = reply
+    by_tenant: dict[tuple[Priority, str], int] = {}
+    for lane, waiting in zip(lanes[::2], lanes[1::2], strict=True):
+        _, priority, tenant = split_lane(lane.decode())
+        by_tenant[priority, tenant] = by_tenant.get((priority, tenant), 0) + waiting
+    total = sum(by_tenant.values())
+    return QueueDepth(
+        total=total + delayed,
+        waiting=total,
+        running=running,
+        delayed=delayed,
+        by_tenant=by_tenant,
+        dead_letters=dead,
+        oldest_waiting=(int(now) - int(oldest)) / 1000 if oldest else None,
+    )
