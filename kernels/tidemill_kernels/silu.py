@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
-from tidemill_kernels import simd
-from tidemill_kernels.jit import Generator, emitted, pointer, take
+from tidemill_kernels import jit, simd
+from tidemill_kernels.jit import Generator, Native, compile_native, digest, emitted, part, pointer, take
 from tidemill_kernels.openmp import run_on_threads
 
 SHARE = 4096
@@ -39,19 +39,24 @@ def silu(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     next_item = np.zeros(1, np.int64)
     call = np.array((x.data_ptr(), out.data_ptr(), next_item.ctypes.data, x.numel()), dtype=_CALL)
-    run_on_threads(compile_silu(), call.ctypes.data)
+    run_on_threads(compile_silu().address, call.ctypes.data)
     return out
 
 
 @functools.cache
-def compile_silu() -> int:
-    """Address of the compiled code that each thread runs; kept on disk."""
+def compile_silu() -> Native:
+    """What each thread runs: compiled in under a second, then kept on disk."""
+    sources = digest(simd, jit)
+
+    def share_out(call_pointer: Any) -> None:
+        _ = sources
+        _share_out(call_pointer)
+
     signature = types.void(types.CPointer(from_dtype(_CALL)))  # type: ignore[no-untyped-call]
-    address = cfunc(signature, cache=True, error_model="numpy")(_share_out).address
-    assert address is not None
-    return address
+    return compile_native(signature, share_out)
 
 
+@part
 def _share_out(call_pointer: Any) -> None:
     call = carray(call_pointer, 1)[0]
     x = pointer(call.x, np.float32)

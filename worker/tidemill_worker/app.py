@@ -86,6 +86,7 @@ def build_model(settings: WorkerSettings) -> ServedModel:
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from tidemill_kernels.openmp import release_threads
     from tidemill_kernels.warm_up import warm_up
     from tidemill_worker.model.checkpoint import locate, locate_embedded
     from tidemill_worker.model.kv_cache import KVCacheSpec
@@ -110,6 +111,7 @@ def build_model(settings: WorkerSettings) -> ServedModel:
     warm_up(model.config.num_attention_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
     end_of_text = end_of_text_tokens(model)
     runner = ModelRunner(model, spec.allocate(config.num_blocks, device))
+    release_threads()  # those of this thread; the engine will run on one of its own
     return ServedModel(
         engine=Engine(runner, Scheduler(config), end_of_text),
         tokenizer=Tokenizer.from_pretrained(folder, vocab_size=model.config.vocab_size),
