@@ -1,8 +1,9 @@
-"""What every test process starts from: one compute thread, waiting quietly, and a clean environment."""
+"""What every test process starts from: one quiet compute thread, a clean environment, a real model."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,12 @@ def pytest_configure() -> None:
     for name in [name for name in os.environ if name.startswith("TIDEMILL_") or name == "REDIS_URL"]:
         del os.environ[name]
     os.environ.update(COMPUTE)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(pytestconfig: pytest.Config) -> Path:
+    """The real SmolLM2, converted once and kept in pytest's own cache."""
+    from tidemill_worker.model.checkpoint import locate_embedded
+
+    assert pytestconfig.cache is not None
+    return locate_embedded(pytestconfig.cache.mkdir("tidemill-models"))

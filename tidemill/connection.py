@@ -7,10 +7,18 @@ more than `MAX_BLOCK`, so that a dead connection is noticed and a live one is no
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -44,6 +52,45 @@ OUTAGES = (ConnectionError, TimeoutError, ReadOnlyError, MasterDownError, Cluste
 """Errors after which the server may have been away for everybody."""
 
 
+class _HearsCancellation(AbstractConnection):
+    """A connection whose commands end when their task is cancelled, whatever the moment.
+
+    redis-py sends through `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that comes
+    in the turn of the loop in which it ends (python/cpython#86296). The task would go on as if nobody
+    had asked it to stop.
+    """
+
+    async def send_packed_command(
+        self, command: bytes | str | Iterable[bytes], check_health: bool = True
+    ) -> None:
+        task = asyncio.current_task()
+        cancelled_before = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)
+        if task and task.cancelling() > cancelled_before:
+            # The command is on its way: its reply must not be taken for that of the next one.
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+class _TCPConnection(_HearsCancellation, Connection):
+    pass
+
+
+class _TLSConnection(_HearsCancellation, SSLConnection):
+    pass
+
+
+class _UnixConnection(_HearsCancellation, UnixDomainSocketConnection):
+    pass
+
+
+_CONNECTIONS: dict[type[AbstractConnection], type[AbstractConnection]] = {
+    Connection: _TCPConnection,
+    SSLConnection: _TLSConnection,
+    UnixDomainSocketConnection: _UnixConnection,
+}
+
+
 def connect(url: str, *, max_connections: int = MAX_CONNECTIONS) -> Redis:
     """Make a client; nothing is sent yet. Close it with `aclose`.
 
@@ -58,18 +105,21 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS) -> Redis:
             "not a Redis URL; expected redis://[user:password@]host[:port][/database], "
             "rediss://… or unix://…, with special characters in the password percent-encoded"
         ) from None
+    connection_class = _CONNECTIONS[options.get("connection_class", Connection)]
     # After the URL's own options: whatever it asks for, replies are parsed in this one shape.
     fixed: dict[str, Any] = {
         **options,
+        "connection_class": connection_class,
         "protocol": 2,
         "decode_responses": False,
         "max_connections": max_connections,
         "timeout": SOCKET_TIMEOUT,
         "socket_timeout": SOCKET_TIMEOUT,
         "socket_connect_timeout": CONNECT_TIMEOUT,
-        "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 1),
     }
+    if connection_class is not _UnixConnection:  # which knows no such option
+        fixed["socket_keepalive"] = True
     return Redis.from_pool(BlockingConnectionPool(**fixed))
 
 

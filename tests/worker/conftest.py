@@ -38,12 +38,3 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("smollm2")
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
     return Tokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="session")
-def smollm2_folder(pytestconfig: pytest.Config) -> Path:
-    """The real SmolLM2, converted once and kept in pytest's own cache."""
-    from tidemill_worker.model.checkpoint import locate_embedded
-
-    assert pytestconfig.cache is not None
-    return locate_embedded(pytestconfig.cache.mkdir("tidemill-models"))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
-from tests.worker.model.factories import make_tiny_llama
+from tests.worker.model.factories import load, make_tiny_llama
 from tidemill.errors import ConfigurationError, ModelUnsupported
 from tidemill_worker.model import checkpoint
 from tidemill_worker.model.checkpoint import locate
@@ -19,6 +25,17 @@ def gguf(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF" + bytes(1000))
     return path
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """Writing beyond this fails as on a full disk, with an error number of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def pretend_to_convert(gguf: Path, folder: Path) -> None:
@@ -63,6 +80,16 @@ def test_a_full_disk_is_named_and_leaves_nothing(
     with pytest.raises(ConfigurationError, match=r"cache_dir: .*MiB free\): No space left on device"):
         locate(str(gguf), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [10_000, 1_000_000])
+def test_whoever_writes_says_disk_full_in_the_same_way(tmp_path: Path, limit: int) -> None:
+    """Weights and tokenizer are written by Rust code, whose exceptions are no `OSError`."""
+    model = load(make_tiny_llama(tmp_path / "model"))
+    backend = RustTokenizer(models.WordLevel({f"word {n}": n for n in range(100_000)}, unk_token="word 0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    with files_no_larger_than(limit), pytest.raises(OSError, match="File too large"):
+        checkpoint._save(model, tokenizer, tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_named(gguf: Path, tmp_path: Path) -> None:

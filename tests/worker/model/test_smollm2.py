@@ -62,8 +62,8 @@ def test_preemptions_leave_no_trace(
     model: PreTrainedModel, prompts: dict[str, list[int]], alone: Rows
 ) -> None:
     bench = Bench(model, num_blocks=320, max_num_seqs=32)
-    bench.generate(prompts, GREEDY, between_steps=preempt_at_random(0, 0.1))
-    assert bench.engine.stats().num_preemptions > 15
+    bench.generate(prompts, GREEDY, between_steps=preempt_at_random(0, 0.3))
+    assert bench.engine.stats().num_preemptions > 20
     assert different(bench.runner.rows, alone) == []
 
 

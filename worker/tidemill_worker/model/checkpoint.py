@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tidemill.errors import ConfigurationError, ModelUnsupported
 
@@ -85,8 +85,21 @@ def _convert(gguf: Path, folder: Path) -> None:
     # The weights are plain float32 now; left in place, this makes save_pretrained refuse them.
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]  # declared as if it were a parameter
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf.name).save_pretrained(folder)
+    _save(model, AutoTokenizer.from_pretrained(source, gguf_file=gguf.name), folder)
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write both; raises `OSError` whoever of them meets a full disk.
+
+    The Rust code behind them has words of its own for it: `SafetensorError`, a bare `Exception`.
+    """
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(str(error)) from error
 
 
 def _publish(partial: Path, folder: Path) -> None:
