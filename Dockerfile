@@ -39,10 +39,11 @@ RUN useradd --system --uid 10001 --create-home tidemill \
     && install -d -o tidemill -g tidemill /var/cache/tidemill
 COPY --from=build /opt/tidemill /opt/tidemill
 
-# XDG_CACHE_HOME: compiled kernels and downloads go where converted models go, into one volume.
+# XDG_CACHE_HOME, TRITON_CACHE_DIR: compiled kernels and downloads go where converted models go, into one volume.
 ENV PATH=/opt/tidemill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/var/cache/tidemill \
+    TRITON_CACHE_DIR=/var/cache/tidemill/triton \
     TIDEMILL_CACHE_DIR=/var/cache/tidemill/models \
     TIDEMILL_METRICS_HOST=0.0.0.0 \
     TIDEMILL_LOG_FORMAT=json

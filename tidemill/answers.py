@@ -33,6 +33,8 @@ class RecordedAnswers:
 
     async def look(self, job_ids: Sequence[JobId]) -> Sequence[Result | JobUnknown | None]:
         views = await self._views(job_ids)
+        if any(view and view.may_expire for view in views):
+            await self._queue.expire()  # claims do it too, but perhaps nobody claims
         results = await self._results([view for view in views if view and view.state is JobState.DONE])
         return [
             self._unknown(job_id) if view is None

@@ -78,9 +78,9 @@ class BlockingClient:
         """See `Client.result`."""
         return self._call(self._client.result(job_id, timeout=timeout))
 
-    def stream(self, job_id: JobId) -> Iterator[Delta]:
+    def stream(self, job_id: JobId, *, timeout: float | None = None) -> Iterator[Delta]:
         """See `Client.stream`."""
-        return self._iterate(self._client.stream(job_id))
+        return self._iterate(self._client.stream(job_id, timeout=timeout))
 
     def as_completed(self, job_ids: Iterable[JobId], *, timeout: float | None = None) -> Iterator[Result]:
         """See `Client.as_completed`. An iterator is walked in a thread of its own.

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
 from collections.abc import (
@@ -212,7 +213,7 @@ class Client:
         """
         return Completion(self._inbox, window=self._window).results(job_ids, timeout=timeout)
 
-    async def stream(self, job_id: JobId) -> AsyncGenerator[Delta, None]:
+    async def stream(self, job_id: JobId, *, timeout: float | None = None) -> AsyncGenerator[Delta, None]:
         """The pieces of a generation as they come, from its beginning, each once and without a gap.
 
         Ends with the job, however that ended: `result` tells. A job submitted without `stream` comes
@@ -220,11 +221,15 @@ class Client:
 
         Raises:
             JobUnknown: there is no such job, or it has expired.
+            TimeoutError: it has not ended within `timeout` seconds.
         """
+        clock = asyncio.get_running_loop().time
+        give_up = math.inf if timeout is None else clock() + timeout
         ended = await self._is_done(job_id)
         cursor, num_tokens, num_characters = "0", 0, 0
         while True:
-            page = await self._queue.deltas(job_id, cursor, count=DELTA_COUNT, block=0.0 if ended else BLOCK)
+            block = 0.0 if ended else max(0.0, min(BLOCK, give_up - clock()))
+            page = await self._queue.deltas(job_id, cursor, count=DELTA_COUNT, block=block)
             cursor = page.cursor
             for delta in page.deltas:
                 num_tokens += len(delta.token_ids)
@@ -232,6 +237,8 @@ class Client:
                 yield delta
             if page.ended or (ended and not page.deltas):
                 break
+            if not ended and clock() >= give_up:
+                raise TimeoutError(f"job {job_id} has not ended after {timeout:g} s")
             if not page.deltas:
                 ended = await self._is_done(job_id)
         result = await self.result(job_id)
@@ -242,7 +249,10 @@ class Client:
             yield rest
 
     async def _is_done(self, job_id: JobId) -> bool:
-        return (await self.status(job_id)).state is JobState.DONE
+        view = await self.status(job_id)
+        if view.may_expire:
+            await self._queue.expire()  # as in RecordedAnswers.look
+        return view.state is JobState.DONE
 
     async def status(self, job_id: JobId) -> JobView:
         """Where a job is.

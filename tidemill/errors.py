@@ -69,7 +69,7 @@ class InvalidJob(TidemillError):
 
 
 class JobConflict(TidemillError):
-    """This id was already submitted with other content; one id stands for one piece of work."""
+    """An id was submitted again with other content; one id stands for one piece of work."""
 
 
 class JobUnknown(TidemillError):
@@ -106,4 +106,4 @@ class ConfigurationError(TidemillError):
 
 
 class ModelUnsupported(TidemillError):
-    """This model cannot be served correctly here; the message is the one-line reason."""
+    """A model that cannot be served correctly here; the message is the one-line reason."""

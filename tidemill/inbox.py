@@ -198,8 +198,8 @@ class Inbox:
 async def end(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and return when they have ended, however they do.
 
-    Asks more than once: on Python 3.11 `asyncio.wait_for`, also where redis-py uses it, swallows a
-    cancellation that comes in the same turn of the loop as what it waits for.
+    Asks more than once: on Python 3.11 `asyncio.wait_for`, which an iterable that a caller gave us may
+    use, swallows a cancellation that comes in the same turn of the loop as what it waits for.
     """
     pending = set(tasks)
     while pending:

@@ -22,6 +22,9 @@ WIRE_VERSION = 1
 
 JobId = NewType("JobId", str)
 
+LIMITS = frozenset({"ge", "gt", "le", "lt", "min_length", "max_length", "pattern", "expected"})
+"""What pydantic calls a bound; beside them it reports the class, or the length that was met."""
+
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """Names of result streams and tenants: short, and safe inside a Redis key."""
 JOB_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"
@@ -82,9 +85,7 @@ class SamplingParams(Wire):
     seed: int | None = Field(default=None, ge=0, lt=2**63, strict=True)
     """Keys the noise. If absent it is drawn once, at submission, so that a resumed job goes on
     with the same numbers."""
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
-        default=(), max_length=16
-    )
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=16)
     """Generation ends before the first of these strings; it is not part of the text."""
     stop_token_ids: tuple[Token, ...] = Field(default=(), max_length=64)
     """Generation ends after any of these tokens; its text is left out."""
@@ -100,9 +101,7 @@ class SamplingParams(Wire):
 class Job(Wire):
     """One piece of work: exactly one of `prompt`, `messages` and `prompt_token_ids`."""
 
-    id: JobId = Field(
-        default_factory=lambda: JobId(uuid.uuid4().hex), pattern=JOB_ID_PATTERN
-    )
+    id: JobId = Field(default_factory=lambda: JobId(uuid.uuid4().hex), pattern=JOB_ID_PATTERN)
     model: str | None = None
     """The model this job was written for; `None` takes what the queue serves."""
     prompt: str | None = Field(default=None, min_length=1)
@@ -249,8 +248,7 @@ def invalid_job(error: ValidationError, *, code: ErrorCode = ErrorCode.INVALID_R
     """Turn pydantic's report into one line that names the field and its limit."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or None
-    limits = {k: v for k, v in first.get("ctx", {}).items() if k != "error"}
-    limit = next(iter(limits.values()), None)
+    limit = next((value for key, value in first.get("ctx", {}).items() if key in LIMITS), None)
     reason = first["msg"].removeprefix("Value error, ")
     message = f"{field}: {reason}" if field else reason
     return InvalidJob(

@@ -9,7 +9,7 @@ scripts get the names from `lua_names`, as tables: `K.leases`, `F.state`, `E.id`
     leases                      zset    running jobs by the end of their lease
     deadlines                   zset    waiting and delayed jobs by deadline
     delayed                     zset    jobs in backoff by the end of it
-    active:<priority>           zset    <version>:<tenant> with waiting jobs, by service received
+    active:<version>:<priority> zset    tenants with waiting jobs, by service received
     clock                       hash    service received by whom was served last, per priority
     weights                     hash    tenant to weight; configuration, never expires
     load                        hash    unfinished jobs per lane, and their `total`
@@ -139,8 +139,8 @@ class QueueKeys:
     def deltas(self, job_id: JobId) -> str:
         return self._key(Key.DELTAS, job_id)
 
-    def active(self, priority: Priority) -> str:
-        return self._key(Key.ACTIVE, priority)
+    def active(self, version: int, priority: Priority) -> str:
+        return self._key(Key.ACTIVE, f"{version}:{priority}")
 
     @property
     def leases(self) -> str:

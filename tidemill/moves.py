@@ -154,6 +154,11 @@ class JobView:
     replies: Mapping[str, str | None]
     """Reply name to the id of the result's entry in that stream, `None` until there is one."""
 
+    @property
+    def may_expire(self) -> bool:
+        """Whether it has a deadline that no holder watches, so that somebody must call `expire`."""
+        return self.deadline_ms is not None and self.state in (JobState.WAITING, JobState.DELAYED)
+
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:

@@ -40,14 +40,15 @@ def milliseconds(seconds: float) -> int:
 TIMES = (
     "lease", "result_ttl", "dead_letter_ttl", "stream_ttl", "backoff", "max_backoff", "ageing",
 )  # fmt: skip
+LIMITS = ("max_attempts", "max_depth", "max_tenant_depth")
 
 
 def script_settings(settings: QueueSettings) -> dict[str, Any]:
-    """What every script is given: times in milliseconds, and the priorities there are."""
+    """What every script is given: times in milliseconds, limits where set, the priorities there are."""
     values = asdict(settings)
     return {
         **{name: milliseconds(values[name]) for name in TIMES},
-        "max_attempts": settings.max_attempts,
+        **{name: values[name] for name in LIMITS if values[name] is not None},
         "priorities": [priority.value for priority in Priority],
     }
 
@@ -71,9 +72,15 @@ def _deltas(items: Sequence[bytes]) -> tuple[Delta, ...]:
 
 def _checkpoint(items: Sequence[bytes]) -> tuple[Delta, ...]:
     try:
-        return _deltas(items)
+        deltas = _deltas(items)
     except InvalidJob as error:
         raise ValueError(f"checkpoint: {error}") from error
+    expected = 0
+    for delta in deltas:
+        if delta.index != expected:
+            raise ValueError(f"checkpoint: goes on at token {delta.index}, expected {expected}")
+        expected += len(delta.token_ids)
+    return deltas
 
 
 def holding(reply: Sequence[Any]) -> tuple[JobId, int]:

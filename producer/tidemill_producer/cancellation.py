@@ -9,24 +9,22 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-INSISTENCE = 1.0
-"""Seconds until a task that goes on is cancelled again; also what its cleaning up may take."""
-
 
 async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel `tasks` and return when all have ended, however they did.
 
-    It asks again and again: on Python 3.11, `asyncio.wait_for` swallows a cancellation that comes at
-    the moment in which it ends, and redis-py sends every command through it.
+    Whoever stops them may be cancelled too: the tasks are told once more, and still come first.
     """
     interrupted = False
+    for task in tasks:
+        task.cancel()
     while running := [task for task in tasks if not task.done()]:
-        for task in running:
-            task.cancel()
         try:
-            await asyncio.wait(running, timeout=INSISTENCE)
+            await asyncio.wait(running)
         except asyncio.CancelledError:
-            interrupted = True  # these come first
+            interrupted = True
+            for task in running:
+                task.cancel()
     for task in tasks:
         if not task.cancelled():
             task.exception()  # seen; else asyncio complains that nobody looked

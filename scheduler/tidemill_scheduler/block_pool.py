@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
 from tidemill_scheduler.errors import IntegrityError
@@ -103,10 +103,16 @@ class BlockPool:
         """How many of these matched blocks are counted in `num_free`."""
         return sum(map(self.is_free, blocks))
 
-    def count_reclaimable(self, tables: Iterable[Sequence[BlockId]]) -> int:
-        """Blocks that nobody would hold if all these tables were freed."""
+    def can_reclaim(
+        self, count: int, tables: Collection[Sequence[BlockId]], kept: Iterable[BlockId] = ()
+    ) -> bool:
+        """Whether nobody would hold `count` blocks beside those `kept` if all these tables were freed."""
+        if not 0 < count <= sum(map(len, tables)):
+            return count <= 0  # settled without looking at each block, as it is in most steps
         holders = Counter(block for table in tables for block in table)
-        return sum(self._ref_counts[block] == held for block, held in holders.items())
+        for block in kept:
+            holders.pop(block, None)
+        return count <= sum(self._ref_counts[block] == held for block, held in holders.items())
 
     def acquire(self, blocks: Iterable[BlockId]) -> None:
         """Hold matched blocks once more, wherever they are.

@@ -196,11 +196,12 @@ class Scheduler:
         Nobody is preempted in vain: neither if all of them hold too little, nor for blocks that come
         out of quarantine by themselves.
         """
-        while (missing := self._missing_blocks(newcomer, self._match(newcomer))) > 0 or not self._has_slot:
-            coming = self._pool.num_quarantined
-            if self._has_slot and missing <= coming:
-                return False
-            if missing > coming + self._pool.count_reclaimable(victim.block_table for victim in victims):
+        matched = self._match(newcomer)  # what a victim lets go of stays known, so this holds throughout
+        wanted = self._missing_blocks(newcomer, matched) - self._pool.num_quarantined
+        if not self._pool.can_reclaim(wanted, [victim.block_table for victim in victims], matched):
+            return False
+        while (missing := self._missing_blocks(newcomer, matched)) > 0 or not self._has_slot:
+            if not victims or (self._has_slot and missing <= self._pool.num_quarantined):
                 return False
             victims.remove(victim := policy.choose_victim(victims))
             self._preempt(victim)

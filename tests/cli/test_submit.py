@@ -99,6 +99,11 @@ class TestSubmit:
         assert (shown.code, shown.out) == (ExitCode.TIMEOUT, "")
         assert shown.err == "tidemill: job a has no result after 0.05 s\n"
 
+    def test_no_end_of_a_stream_in_time_is_a_timeout(self, tidemill: Run) -> None:
+        shown = tidemill("submit", "x", "--id", "a", "--stream", "--timeout", "0.05")
+        assert (shown.code, shown.out) == (ExitCode.TIMEOUT, "")
+        assert shown.err == "tidemill: job a has not ended after 0.05 s\n"
+
     def test_json_names_the_job_and_its_queue(self, tidemill: Run, queue: str) -> None:
         assert tidemill("submit", "x", "--id", "a", "--json").objects == [{"id": "a", "queue": queue}]
 

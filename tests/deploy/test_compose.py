@@ -69,6 +69,14 @@ def test_only_the_profile_gpu_asks_for_a_gpu() -> None:
     assert "deploy" not in COMPOSE["services"]["worker"]
 
 
+def test_the_gpu_worker_never_computes_on_the_cpu() -> None:
+    """It differs from the other one in this alone, and in what only a GPU has."""
+    cpu, gpu = (COMPOSE["services"][name]["environment"] for name in WORKERS)
+    assert gpu["TIDEMILL_DEVICE"] == "cuda"
+    assert gpu.keys() - cpu.keys() == {"TIDEMILL_DEVICE", "TIDEMILL_GPU_MEMORY_UTILIZATION"}
+    assert cpu.items() <= gpu.items()
+
+
 @pytest.mark.parametrize("name", ["compose.yaml", "Dockerfile", "deploy/env.example", "deploy/README.md"])
 def test_every_variable_is_a_setting_of_the_worker(name: str) -> None:
     """A worker refuses to start with a variable it does not know."""

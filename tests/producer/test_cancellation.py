@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -18,26 +20,44 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-async def deaf() -> None:
-    """Loses its first cancellation, as `asyncio.wait_for` does at a bad moment."""
-    with suppress(asyncio.CancelledError):
+async def tidy(cleaned: list[bool]) -> None:
+    """Takes some turns of the loop to clean up."""
+    try:
         await forever()
-    await forever()
+    finally:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        cleaned.append(True)
 
 
-async def test_stopped_tasks_have_ended_even_if_they_did_not_hear_at_first() -> None:
-    tasks = [asyncio.create_task(work()) for work in (deaf, forever)]
+async def fragile() -> None:
+    """Fails while it is being stopped."""
+    try:
+        await forever()
+    finally:
+        raise ValueError("no way to end")
+
+
+async def started(*works: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.create_task(work) for work in works]
     await asyncio.sleep(0)
+    return tasks
+
+
+async def test_stopped_tasks_have_cleaned_up_and_ended() -> None:
+    cleaned: list[bool] = []
+    tasks = await started(tidy(cleaned), forever(), fragile())
 
     await stop(tasks)
 
-    assert all(task.cancelled() for task in tasks)
+    assert cleaned == [True]
+    assert [task.cancelled() for task in tasks] == [True, True, False]
 
 
 async def test_a_stop_that_is_cancelled_itself_stops_all_the_same() -> None:
-    tasks = [asyncio.create_task(deaf())]
-    await asyncio.sleep(0)
+    tasks = await started(deaf())
     stopping = asyncio.create_task(stop(tasks))
+    await asyncio.sleep(0)
     await asyncio.sleep(0)
     stopping.cancel()
 
@@ -45,6 +65,13 @@ async def test_a_stop_that_is_cancelled_itself_stops_all_the_same() -> None:
         await stopping
 
     assert tasks[0].cancelled()
+
+
+async def deaf() -> None:
+    """Its cleaning up would not end by itself."""
+    with suppress(asyncio.CancelledError):
+        await forever()
+    await forever()
 
 
 def test_the_value_and_the_error_of_work_come_back() -> None:

@@ -118,14 +118,17 @@ class TestSharing:
         pool.acquire(table[:1])
         assert pool.count_free(table) == 2
 
-    def test_counts_what_freeing_some_tables_would_free(self) -> None:
+    def test_says_whether_freeing_some_tables_would_free_enough(self) -> None:
         pool = BlockPool(4)
         shared = make_cached(pool, make_hashes(1))
         mine, others = pool.allocate(1), pool.allocate(2)
         pool.acquire(shared)
         pool.acquire(shared)
-        assert pool.count_reclaimable([shared + mine]) == 1
-        assert pool.count_reclaimable([shared + mine, shared + others]) == 4
+        assert pool.can_reclaim(1, [shared + mine])
+        assert not pool.can_reclaim(2, [shared + mine])
+        assert not pool.can_reclaim(1, [shared + mine], mine)
+        assert pool.can_reclaim(4, [shared + mine, shared + others])
+        assert not pool.can_reclaim(5, [shared + mine, shared + others])
 
 
 class TestQuarantine:

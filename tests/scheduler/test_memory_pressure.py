@@ -1,6 +1,6 @@
 """Who is admitted, who is preempted, and who goes first."""
 
-from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, rows, step
+from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, make_tokens, rows, step
 from tidemill_scheduler import SequenceId
 
 
@@ -146,6 +146,16 @@ class TestPriority:
         engine.step()
         assert engine.scheduler.num_preemptions == 0
         engine.run()
+
+    def test_blocks_it_would_share_with_its_victims_are_no_help(self) -> None:
+        scheduler = make_scheduler(num_blocks=4, block_size=4)
+        scheduler.add(victim := make_sequence(0, prompt=make_tokens(9), priority=2, new=3))
+        scheduler.add(make_sequence(1, prompt=2, priority=0, new=2))
+        step(scheduler)
+        # Needs four blocks: two are the victim's, which it would keep, and only one comes free.
+        scheduler.add(make_sequence(2, prompt=make_tokens(8) + make_tokens(7, first=5000), priority=0, new=2))
+        step(scheduler)
+        assert victim.num_preemptions == 0
 
     def test_does_not_take_the_place_of_an_equal(self) -> None:
         engine = MiniEngine(max_num_seqs=1)

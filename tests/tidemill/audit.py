@@ -72,7 +72,7 @@ class Audit:
         idle = self._in_state("waiting", "delayed").items()
         self._expect("deadlines", self._members("deadlines"), {i for i, job in idle if "deadline" in job})
         for job in self._in_state("waiting").values():
-            if f"{job['version']}:{job['tenant']}" not in self._members(f"active:{job['priority']}"):
+            if job["tenant"] not in self._members(f"active:{job['version']}:{job['priority']}"):
                 self.faults.append(f"nobody will look for {job}")
 
     def _check_load(self) -> None:
@@ -89,7 +89,7 @@ class Audit:
             self._expect(f"expiry of {job_id}", expires, job["state"] == "done")
             self._expect(f"payload of {job_id}", "payload" in job, job["state"] != "done")
         if not self._in_state("waiting", "running", "delayed"):
-            forever = [key for key in self._names("") if self.client.pttl(self.prefix + key) < 0]
+            forever = [key for key in self._names("") if self.client.pttl(self.prefix + key) == -1]
             self._expect("keys without expiry", [key for key in forever if key != "weights"], [])
 
 

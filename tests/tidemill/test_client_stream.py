@@ -128,6 +128,29 @@ async def test_what_was_streamed_before_a_failure_stays(client: Client, queue: Q
     assert await read(client, JobId("a")) == list(deltas(TEXT)[:2])
 
 
+async def test_a_stream_without_end_is_a_timeout(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    (claimed,) = await queue.claim("one", 1)
+    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:2])
+    seen = []
+    with pytest.raises(TimeoutError, match="job a has not ended after"):
+        async for piece in client.stream(JobId("a"), timeout=0.05):
+            seen.append(piece)
+    assert seen == list(deltas(TEXT)[:2])
+
+
+async def test_a_stream_that_has_ended_takes_no_time(client: Client, queue: Queue) -> None:
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    await work(queue)
+    assert [piece async for piece in client.stream(JobId("a"), timeout=0)] == list(deltas(TEXT))
+
+
+async def test_a_stream_ends_at_the_deadline_though_nobody_serves_the_queue(client: Client) -> None:
+    await client.submit(make_job("a", stream=True, deadline=0.01))
+    assert await read(client, JobId("a")) == []
+    assert (await client.result(JobId("a"))).status is Status.EXPIRED
+
+
 async def test_an_unknown_job_is_told_at_once(client: Client) -> None:
     with pytest.raises(JobUnknown, match="ghost"):
         await read(client, JobId("ghost"))

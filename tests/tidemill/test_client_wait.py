@@ -63,6 +63,12 @@ async def test_an_unknown_job_is_told_at_once(client: Client) -> None:
         await client.result(JobId("ghost"))
 
 
+async def test_a_deadline_is_kept_though_nobody_serves_the_queue(client: Client) -> None:
+    job_id = await client.submit(make_job("a", deadline=0.01))
+    result = await client.result(job_id, timeout=5)
+    assert result.status is Status.EXPIRED
+
+
 @pytest.mark.parametrize("timeout", [0, 0.05])
 async def test_no_answer_in_time_is_a_timeout(client: Client, timeout: float) -> None:
     job_id = await client.submit(make_job("a"))

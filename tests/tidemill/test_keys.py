@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_all_keys_of_a_queue_share_its_hash_tag() -> None:
         keys.returned(1, Priority.LOW, "t"),
         keys.results("r"),
         keys.deltas(JobId("a")),
-        keys.active(Priority.HIGH),
+        keys.active(1, Priority.HIGH),
         keys.leases,
         keys.deadlines,
         keys.delayed,
@@ -49,6 +50,14 @@ def test_the_documentation_names_every_key() -> None:
     import tidemill.keys
 
     documented = re.findall(r"^    ([a-z]+:?)", tidemill.keys.__doc__ or "", flags=re.MULTILINE)
+    assert set(documented) == {str(key) for key in Key}
+
+
+def test_the_page_about_the_queue_names_every_key_too() -> None:
+    page = Path(__file__).parents[2] / "docs" / "queue.md"
+
+    documented = re.findall(r"^\| `([a-z]+:?)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
     assert set(documented) == {str(key) for key in Key}
 
 

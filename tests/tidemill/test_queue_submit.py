@@ -22,7 +22,7 @@ from tests.tidemill.factories import (
 from tidemill.errors import InvalidJob, JobConflict, QueueFull
 from tidemill.jobs import Job, JobId, Priority
 from tidemill.moves import JobState, Submitted
-from tidemill.queue import Queue
+from tidemill.queue import SUBMISSIONS_PER_SCRIPT, Queue
 
 
 async def test_an_unknown_id_is_created_and_waits(queue: Queue) -> None:
@@ -165,6 +165,26 @@ async def test_a_tenant_at_its_limit_does_not_keep_others_out(queue: Queue, redi
 
     assert isinstance(full, QueueFull)
     assert fine is Submitted.CREATED
+
+
+async def test_a_batch_of_several_scripts_is_one_batch(queue: Queue, redis: Redis) -> None:
+    limit = 2 * SUBMISSIONS_PER_SCRIPT + 3
+    queue = sibling(queue, redis, max_payload=500, max_depth=limit)
+    jobs = [make_job(f"j{i}") for i in range(limit + 5)]
+    jobs[SUBMISSIONS_PER_SCRIPT] = make_job("big", prompt="x" * 600)
+    jobs.insert(SUBMISSIONS_PER_SCRIPT + 1, make_job("j0", prompt="another"))
+
+    outcomes = await queue.submit(jobs, reply_to=REPLY)
+
+    assert [type(outcome) for outcome in outcomes] == [
+        *[Submitted] * SUBMISSIONS_PER_SCRIPT,
+        InvalidJob,
+        JobConflict,
+        *[Submitted] * (limit - SUBMISSIONS_PER_SCRIPT),
+        *[QueueFull] * 4,
+    ]
+    accepted = [job.id for job, outcome in zip(jobs, outcomes, strict=True) if outcome == Submitted.CREATED]
+    assert [claimed.job_id for claimed in await queue.claim(WORKER, 1000)] == accepted
 
 
 async def test_an_absent_seed_is_drawn_once_and_stays(queue: Queue) -> None:

@@ -169,7 +169,9 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
     _running: dict[str, tuple[Request, Iterator[int], list[int]]] = field(default_factory=dict)
+    checks: int = 0
     _generated: int = 0
+    _steps: int = 0
     _allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def allow(self, steps: int) -> None:
@@ -199,6 +201,7 @@ class FakeEngine:
     def step(self) -> list[StepOutput]:
         if self.paced and not self._allowed.acquire(timeout=0.01):
             return []
+        self._steps += 1
         return [self._advance(*state) for state in list(self._running.values())]
 
     def _advance(self, request: Request, model: Iterator[int], output: list[int]) -> StepOutput:
@@ -226,7 +229,13 @@ class FakeEngine:
         )
 
     def stats(self) -> EngineStats:
-        return make_stats(num_running=len(self._running), generation_tokens=self._generated)
+        return make_stats(
+            num_running=len(self._running), generation_tokens=self._generated, num_steps=self._steps
+        )
+
+    def check_integrity(self) -> None:
+        assert not self._running
+        self.checks += 1
 
 
 def expected_tokens(job: Job, count: int, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.worker.factories import FakeEngine, Place, make_limits, make_tokenizer, opener
+from tests.worker.model.factories import make_tiny_llama
 from tidemill.errors import ConfigurationError
-from tidemill_worker.app import ServedModel, build_service, scheduler_config
+from tidemill_worker.app import ServedModel, build_model, build_service, rehearse, scheduler_config
 from tidemill_worker.metrics import Metrics
 from tidemill_worker.settings import load_settings
 
@@ -22,7 +25,7 @@ def test_the_context_defaults_to_the_models() -> None:
     ("flags", "num_blocks", "named"),
     [
         ({"max_model_len": 4096}, 100, "max_model_len=4096: the model's context is 2048"),
-        ({"kv_cache_memory": 0.001}, 0, "kv_cache_memory=0.001"),
+        ({"kv_cache_memory": 0.001}, 0, "kv_cache_memory: not even one block of 16 tokens"),
         ({"enable_chunked_prefill": False}, 100, "max_num_batched_tokens is 512"),
     ],
 )
@@ -33,10 +36,41 @@ def test_settings_that_do_not_go_with_the_model_are_named(
         scheduler_config(load_settings(flags), context=2048, num_blocks=num_blocks)
 
 
+def test_a_cache_larger_than_the_machine_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path)
+    make_tokenizer()._backend.save(str(folder / "tokenizer.json"))
+    flags = {"model": str(folder), "device": "cpu", "served_model_name": "tiny", "kv_cache_memory": 1e6}
+    with pytest.raises(ConfigurationError, match=r"^kv_cache_memory: cannot take 1000000\.0 GiB on cpu$"):
+        build_model(load_settings(flags))
+
+
 def test_two_starts_are_two_workers(place: Place) -> None:
     """A name used again would let a zombie's results pass for its successor's."""
-    model = ServedModel(FakeEngine(), make_tokenizer(), make_limits(), "f")  # type: ignore[arg-type]
+    model = ServedModel(FakeEngine(), make_tokenizer(), make_limits(), "f", "cpu", "float32")  # type: ignore[arg-type]
     services = [build_service(load_settings(), model, opener(place), Metrics("tiny")) for _ in range(2)]
     names = {service._config.worker for service in services}
     assert len(names) == 2
     assert all(service._config.capacity == 64 + 8 for service in services)
+
+
+def test_a_rehearsal_leaves_the_engine_empty() -> None:
+    engine = FakeEngine()
+    rehearse(engine, make_tokenizer())  # type: ignore[arg-type]
+    assert engine.seen == ["rehearsal"]
+    assert not engine.has_unfinished
+
+
+def test_a_model_is_built_from_its_folder(tmp_path: Path) -> None:
+    """Given a checkpoint of another type, when it is served on CPU, then in float32, with 1 GiB of cache."""
+    folder = make_tiny_llama(tmp_path, dtype="bfloat16")
+    make_tokenizer()._backend.save(str(folder / "tokenizer.json"))
+    settings = load_settings({"model": str(folder), "device": "cpu", "served_model_name": "tiny"})
+
+    model = build_model(settings)
+
+    assert (model.device, model.dtype) == ("cpu", "float32")
+    bytes_per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, width, float32
+    assert model.engine.scheduler.config.num_blocks == 2**30 // (16 * bytes_per_token)
+    assert model.limits.max_model_len == 512
+    assert model.engine.stats().generation_tokens == 0
+    model.engine.scheduler.check_integrity()

@@ -101,6 +101,27 @@ def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str], valkey:
     assert "/nowhere/model" in error_of(capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--device", "cuda"], "device=cuda: torch"),
+        (["--device", "cpu", "--dtype", "bfloat16"], "dtype=bfloat16: on CPU the model runs in float32"),
+        (["--device", "tpu"], "device='tpu': Input should be 'auto', 'cpu' or 'cuda'"),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    valkey: Server,
+    arguments: list[str],
+    named: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    common = ["--redis-url", valkey.url, "--model", "/nowhere/model", "--metrics-port", "0"]
+    assert main(["worker", *common, *arguments]) == ExitCode.USAGE
+    assert named in error_of(capsys)
+
+
 def test_the_doctor_finds_a_good_installation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["--appendonly", "yes", "--maxmemory-policy", "noeviction"]
     with running(valkey_binary(), *options) as server:
@@ -116,6 +137,7 @@ def test_the_doctor_finds_a_good_installation(capsys: pytest.CaptureFixture[str]
             "redis memory",
             "redis persistence",
             "packages",
+            "device",
             "kernels",
             "threads",
             "cache_dir",
@@ -133,6 +155,8 @@ def test_the_doctor_says_what_is_wrong(tmp_path: Path) -> None:
                 "cache_dir": tmp_path / "file" / "cache",
                 "model": "absent",
                 "threads": 1000,
+                "dtype": "float16",
+                "device": "cpu",
             }
         )
         checks = {check.name: check for check in examine(settings)}
@@ -143,6 +167,7 @@ def test_the_doctor_says_what_is_wrong(tmp_path: Path) -> None:
     assert verdicts["cache_dir"] is Verdict.FAILED
     assert verdicts["model"] is Verdict.FAILED
     assert verdicts["threads"] is Verdict.WARNING
+    assert checks["device"].message == "dtype=float16: on CPU the model runs in float32"
 
 
 def test_the_doctor_fails_without_redis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

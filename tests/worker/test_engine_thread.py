@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from tests.worker.factories import FakeEngine, make_job, make_tokenizer
+from tests.worker.factories import FakeEngine, eventually, make_job, make_tokenizer
 from tidemill.errors import ErrorCode
 from tidemill_worker.engine import Request, StepOutput
 from tidemill_worker.engine_thread import EngineThread
@@ -66,7 +66,7 @@ def test_requests_run_until_they_finish(thread: EngineThread, listener: Listener
     thread.submit(make_request("b"))
     assert len(listener.until_finished("b")) == 4
     assert thread.stats.num_running == 0
-    assert thread.step_seconds == 0.0
+    assert thread.stuck_seconds == 0.0
 
 
 def test_a_request_the_engine_refuses_is_answered_alone(thread: EngineThread, listener: Listener) -> None:
@@ -91,6 +91,27 @@ def test_an_abort_is_obeyed_between_two_steps(
     engine.free()
     assert [output.request_id for output in listener.until_finished("b")] == ["b"] * 4
     assert engine.aborted == ["a"]
+
+
+async def test_work_that_does_not_move_is_noticed(thread: EngineThread, engine: FakeEngine) -> None:
+    """Requests that nothing is computed of, behind a thread that is well (vllm#45414)."""
+    engine.paced = True
+    thread.submit(make_request("a", max_tokens=1000))
+    await eventually(lambda: thread.stuck_seconds > 0.05)
+    engine.allow(1)
+    await eventually(lambda: engine._generated == 1)
+    await eventually(lambda: thread.stuck_seconds < 0.05)
+    thread.abort("a")
+    await eventually(lambda: engine.aborted)
+    await eventually(lambda: thread.stuck_seconds == 0.0)
+
+
+async def test_the_books_are_compared_when_there_is_nothing_to_do(
+    thread: EngineThread, engine: FakeEngine, listener: Listener
+) -> None:
+    thread.submit(make_request("a"))
+    listener.until_finished("a")
+    await eventually(lambda: engine.checks == 1)
 
 
 def test_the_inbox_is_bounded_and_waits_for_the_engine(

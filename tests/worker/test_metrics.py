@@ -7,14 +7,16 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import RemoteDisconnected
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from tests.worker.factories import make_held, make_output, make_stats
 from tidemill.errors import ConfigurationError
 from tidemill.jobs import FinishReason, Result, Status
-from tidemill_worker.endpoint import Endpoint, Health
+from tidemill_worker.endpoint import Endpoint, Health, _Handler
 from tidemill_worker.engine import Marks
 from tidemill_worker.metrics import HISTOGRAMS, TTFT_BUCKETS, Metrics
 
@@ -165,3 +167,26 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"^metrics_port: cannot listen on 127.0.0.1:{port}"):
             Endpoint("127.0.0.1", port, metrics=bytes, health=lambda: Health(ok=True, details={}))
+
+
+def test_a_fault_of_the_endpoint_is_one_line_of_the_log() -> None:
+    def broken() -> bytes:
+        raise RuntimeError("no numbers")
+
+    endpoint = Endpoint("127.0.0.1", 0, metrics=broken, health=lambda: Health(ok=True, details={}))
+    try:
+        with capture_logs() as logs, pytest.raises(RemoteDisconnected):
+            get(endpoint, "/metrics")
+        assert get(endpoint, "/health")[0] == 200
+    finally:
+        endpoint.close()
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("endpoint_failed", "warning")]
+
+
+def test_a_client_that_asks_for_nothing_is_let_go(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a thread: without a limit, idle connections would add up."""
+    monkeypatch.setattr(_Handler, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as client:
+        assert client.recv(1) == b""

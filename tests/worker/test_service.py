@@ -167,6 +167,48 @@ async def test_only_as_much_is_claimed_as_there_is_room_for(place: Place, client
             await result_of(client, job)
 
 
+async def test_a_full_worker_serves_what_may_not_wait(place: Place, client: Client) -> None:
+    """Given a worker full of low jobs, when high ones come, then they end first (vllm#40004).
+
+    It takes a few at a time on top, and nothing that is no higher than what it holds.
+    """
+    low = [make_job(f"Mill {n}", priority="low", params={"max_tokens": 50}) for n in range(5)]
+    high = [make_job(f"Tide {n}", priority="high", params={"max_tokens": 3}) for n in range(3)]
+    engine = FakeEngine(paced=True)
+    async with running_worker(place, engine=engine, capacity=4) as worker:
+        for job in low:
+            await client.submit(job)
+        await eventually(lambda: len(engine.seen) == 4)
+        for job in high:
+            await client.submit(job)
+        for count, job in enumerate(high, start=5):
+            await eventually(lambda count=count: len(engine.seen) == count)
+            assert worker.service.held.num_live == 5
+            engine.allow(3)
+            assert (await result_of(client, job)).token_ids == undisturbed(job)[0]
+        depth = await client.depth()
+        assert (depth.running, depth.waiting) == (4, 1)
+        engine.free()
+        for job in low:
+            assert (await result_of(client, job)).token_ids == undisturbed(job)[0]
+
+
+async def test_idle_workers_share_a_burst(place: Place, client: Client) -> None:
+    """One of them has room for all of it."""
+    engines = FakeEngine(paced=True), FakeEngine(paced=True)
+    async with (
+        running_worker(place, name="w1", engine=engines[0], capacity=72),
+        running_worker(place, name="w2", engine=engines[1], capacity=72),
+    ):
+        async with asyncio.timeout(10):
+            while (await client._redis.info("clients"))["blocked_clients"] < 2:
+                await asyncio.sleep(0.005)
+        async for _ in client.submit_many(make_job(f"Mill {n}") for n in range(30)):
+            pass
+        await eventually(lambda: sum(len(engine.seen) for engine in engines) == 30)
+        assert all(engine.seen for engine in engines)
+
+
 async def test_a_drain_finishes_what_runs_and_leaves_what_waits(place: Place, client: Client) -> None:
     jobs = [make_job(f"Mill {n}") for n in range(8)]
     async for _ in client.submit_many(jobs):

@@ -36,7 +36,9 @@ def test_redis_url_is_read_from_the_usual_variable(monkeypatch: pytest.MonkeyPat
     [
         ("block_size", "0", "greater than or equal to 1"),
         ("max_num_seqs", "many", "valid integer"),
-        ("dtype", "int3", "'auto' or 'float32'"),
+        ("dtype", "int3", "'float32'"),
+        ("max_model_len", "1", "greater than or equal to 2"),
+        ("gpu_memory_utilization", "1.5", "less than or equal to 1"),
         ("kv_cache_memory", "nan", "finite"),
         ("metrics_port", "70000", "less than or equal to 65535"),
         ("enable_prefix_caching", "perhaps", "boolean"),

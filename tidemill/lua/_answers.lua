@@ -26,8 +26,8 @@ end
 -- has served its purpose.
 local function end_deltas(job)
   local key = K.deltas .. job.id
-  if job.stream then
-    redis.call('XADD', key, number(job.tokens) .. '-1', E.ended, 1)
+  local ended = job.stream and redis.pcall('XADD', key, number(job.tokens) .. '-1', E.ended, 1)
+  if type(ended) == 'string' then
     redis.call('PEXPIRE', key, C.stream_ttl)
   else
     redis.call('DEL', key)
@@ -55,35 +55,34 @@ end
 local function add_checkpoint(job, answer)
   local text, token_ids = {}, {}
   for _, json in ipairs(deltas_of(job)) do
-    local ok, delta = pcall(cjson.decode, json)
-    if ok then
-      text[#text + 1] = delta.text or ''
-      for _, token in ipairs(delta.token_ids or {}) do token_ids[#token_ids + 1] = token end
-    end
+    local delta = cjson.decode(json)
+    text[#text + 1] = delta.text or ''
+    for _, token in ipairs(delta.token_ids) do token_ids[#token_ids + 1] = token end
   end
   if #token_ids == 0 then return end
   answer.text, answer.token_ids = table.concat(text), token_ids
   answer.usage = {completion_tokens = #token_ids}
 end
 
--- What of the job goes into every result. The payload may be anything at all.
+-- Adds what of the job goes into every result.
 local function add_request(job, answer)
-  local ok, request = pcall(cjson.decode, payload_of(job) or '')
-  if not ok or type(request) ~= 'table' then return end
+  local request = cjson.decode(payload_of(job) or '')
   if type(request.model) == 'string' then answer.model = request.model end
   if type(request.metadata) == 'table' and next(request.metadata) then
     answer.metadata = request.metadata
   end
 end
 
--- Answers a job that no worker will finish; `move` is what decided so.
+-- Answers a job that no worker will finish; `move` is what decided so. Payload and checkpoint may be
+-- anything at all: what cannot be read of them is left out.
 local function close(job, move, status, code, message)
   local answer = describe(job.id, status, code, message)
   answer.attempts = number(job.attempt)
   answer.worker = job.worker
-  add_request(job, answer)
-  add_checkpoint(job, answer)
-  record(job, cjson.encode(answer), status, move)
+  pcall(add_request, job, answer)
+  pcall(add_checkpoint, job, answer)
+  local ok, json = pcall(cjson.encode, answer)
+  record(job, ok and json or cjson.encode(describe(job.id, status, code, message)), status, move)
 end
 
 local function cancel(job)

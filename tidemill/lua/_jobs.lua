@@ -50,11 +50,14 @@ end
 
 local function lane_of(job) return job.version .. ':' .. job.priority .. ':' .. job.tenant end
 
-local function member_of(job) return job.version .. ':' .. job.tenant end
-
 local function stream_of(job) return K[job.place or 'jobs'] .. lane_of(job) end
 
+-- Once a script is enough.
+local rung = false
+
 local function ring()
+  if rung then return end
+  rung = true
   redis.call('XADD', K.doorbell, 'MAXLEN', 1, '*', E.ring, 1)
   redis.call('PEXPIRE', K.doorbell, C.result_ttl)
 end
@@ -66,15 +69,15 @@ end
 -- Start-time fair queueing: who comes (back) to the queue stands one turn behind whom was served
 -- last, so that neither being new nor having been away is worth more than one turn.
 local function activate(job)
-  local active, member = K.active .. job.priority, member_of(job)
-  if redis.call('ZSCORE', active, member) then return end
+  local active = K.active .. job.version .. ':' .. job.priority
+  if redis.call('ZSCORE', active, job.tenant) then return end
   local turn = tonumber(redis.call('HGET', K.clock, job.priority))
   if turn then
     turn = turn + share(job.tenant)
   else
     turn = number(redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')[2])
   end
-  redis.call('ZADD', active, turn, member)
+  redis.call('ZADD', active, turn, job.tenant)
 end
 
 -- place: 'jobs', the end of the line, or 'returned', which is served before it.
@@ -109,7 +112,7 @@ end
 local function close_lane(lane)
   local version, priority, tenant = string.match(lane, '^(%d+):(%a+):(.+)$')
   redis.call('HDEL', K.load, lane)
-  redis.call('ZREM', K.active .. priority, version .. ':' .. tenant)
+  redis.call('ZREM', K.active .. version .. ':' .. priority, tenant)
 end
 
 local function discount_total(by)
@@ -133,14 +136,16 @@ end
 
 -- Stores deltas given as (first token, number of tokens, JSON) in ARGV[from..to]. An entry's id is
 -- the number of tokens up to its end, so that a repeat is recognised and a reader can seek.
--- Returns false at a gap: the holder and the checkpoint have parted ways.
+-- Returns false at a gap, or if a foreign hand was in the stream: the holder and the checkpoint have
+-- parted ways.
 local function checkpoint(job, from, to)
   local tokens = number(job.tokens)
   for i = from, to, 3 do
     local first, last = tonumber(ARGV[i]), ARGV[i] + ARGV[i + 1]
     if first > tokens then return false end
     if first == tokens then
-      redis.call('XADD', K.deltas .. job.id, last .. '-0', E.delta, ARGV[i + 2])
+      local added = redis.pcall('XADD', K.deltas .. job.id, last .. '-0', E.delta, ARGV[i + 2])
+      if type(added) == 'table' then return false end
       tokens = last
     end
   end
@@ -148,11 +153,12 @@ local function checkpoint(job, from, to)
   return true
 end
 
+-- A checkpoint that is gone or unreadable is given as one delta that nobody can decode.
 local function deltas_of(job)
   local deltas = {}
   if not job.tokens then return deltas end
-  for _, entry in ipairs(redis.call('XRANGE', K.deltas .. job.id, '-', '+')) do
+  for _, entry in ipairs(redis.pcall('XRANGE', K.deltas .. job.id, '-', '+')) do
     deltas[#deltas + 1] = entry[2][2]
   end
-  return deltas
+  return #deltas > 0 and deltas or {''}
 end

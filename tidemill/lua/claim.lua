@@ -40,24 +40,22 @@ end
 
 -- The least served tenant of a priority whose jobs this worker understands.
 local function least_served(priority)
-  local position = 0
-  while true do
-    local member = redis.call('ZRANGE', K.active .. priority, position, position)[1]
-    if not member then return nil end
-    local written, tenant = string.match(member, '^(%d+):(.+)$')
-    if tonumber(written) <= version then
-      return {
-        priority = priority, member = member, tenant = tenant,
-        lane = written .. ':' .. priority .. ':' .. tenant,
+  local best
+  for written = 1, version do
+    local kind = written .. ':' .. priority
+    local head = redis.call('ZRANGE', K.active .. kind, 0, 0, 'WITHSCORES')
+    local tenant, turn = head[1], tonumber(head[2])
+    if tenant and (not best or turn < best.turn) then
+      best = {
+        priority = priority, tenant = tenant, turn = turn,
+        active = K.active .. kind, lane = kind .. ':' .. tenant,
       }
     end
-    position = position + 1
   end
+  return best
 end
 
-local function idle(candidate)
-  redis.call('ZREM', K.active .. candidate.priority, candidate.member)
-end
+local function idle(candidate) redis.call('ZREM', candidate.active, candidate.tenant) end
 
 -- Priority first, but each span of `ageing` counts as one step up; among equals, who waits longest.
 local function choose()
@@ -67,6 +65,7 @@ local function choose()
     if candidate then
       candidate.since = since(candidate.lane)
       if not candidate.since then
+        -- All its jobs are with workers or delayed, so this happens no oftener than jobs are claimed.
         idle(candidate)
         return choose()
       end
@@ -129,12 +128,9 @@ local function serve(candidate)
 end
 
 local function charge(candidate)
-  local active = K.active .. candidate.priority
-  local turn = redis.call('ZSCORE', active, candidate.member)
-  if not turn then return end
-  redis.call('HSET', K.clock, candidate.priority, turn)
+  redis.call('HSET', K.clock, candidate.priority, candidate.turn)
   redis.call('PEXPIRE', K.clock, C.result_ttl)
-  redis.call('ZINCRBY', active, share(candidate.tenant), candidate.member)
+  redis.call('ZADD', candidate.active, 'XX', 'INCR', share(candidate.tenant), candidate.tenant)
 end
 
 local replies = answered('claim', worker, request)

@@ -5,41 +5,48 @@
 
 local oldest
 
-local function look(id)
-  local job = load(id)
-  local submitted = job and tonumber(job.submitted)
+local function look(submitted)
   if submitted and (not oldest or submitted < oldest) then oldest = submitted end
 end
 
+-- An entry's number is the time at which it was added: for those at their first place, by submit.
+local function submission_of(place, entry)
+  if place == 'jobs' then return tonumber(string.match(entry[1], '%d+')) end
+  local job = load(id_in(entry) or '')
+  return job and tonumber(job.submitted)
+end
+
 -- Entries that no worker was given. The pending ones are exactly those under a lease.
-local function undelivered(stream)
+local function undelivered(place, lane)
+  local stream = K[place] .. lane
   local length = redis.pcall('XLEN', stream)
   if length == 0 or type(length) == 'table' then return 0 end
   local pending, delivered = 0, '0-0'
   for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
     if group[2] == GROUP then pending, delivered = group[6], group[8] end
   end
-  local head = redis.call('XRANGE', stream, '(' .. delivered, '+', 'COUNT', 1)[1]
-  if head then look(head[2][2]) end
+  if length > pending then
+    local head = redis.call('XRANGE', stream, '(' .. delivered, '+', 'COUNT', 1)[1]
+    if head then look(submission_of(place, head)) end
+  end
   return length - pending
 end
 
 local waiting, lanes = {}, {}
-local load_of = redis.call('HGETALL', K.load)
-for i = 1, #load_of, 2 do
-  local lane = load_of[i]
+for _, lane in ipairs(redis.call('HKEYS', K.load)) do
   if lane ~= TOTAL then
     lanes[#lanes + 1] = lane
-    waiting[lane] = undelivered(K.returned .. lane) + undelivered(K.jobs .. lane)
+    waiting[lane] = undelivered('returned', lane) + undelivered('jobs', lane)
   end
 end
 
 -- A lapsed lease holds nothing: its job wants a worker.
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', K.leases, '-inf', NOW)) do
   local job = load(id)
-  if job and waiting[lane_of(job)] then
-    waiting[lane_of(job)] = waiting[lane_of(job)] + 1
-    look(id)
+  local lane = job and lane_of(job)
+  if waiting[lane] then
+    waiting[lane] = waiting[lane] + 1
+    look(tonumber(job.submitted))
   end
 end
 

@@ -1,15 +1,22 @@
--- ARGV: settings, id, digest, payload, version, priority, tenant, seed, deadline in ms ('' none),
---       reply name, '1' to stream, depth limit, tenant's depth limit ('' none)
--- Returns what became of it.
+-- ARGV: settings, version written, then per job: id, digest, payload, priority, tenant, seed,
+--       deadline in ms ('' none), reply name, '1' to stream
+-- Returns what became of each.
 
-local id, digest, reply = ARGV[2], ARGV[3], ARGV[10]
+local version = ARGV[2]
 
-local function with_reply(replies, entry)
-  return (replies and replies .. ' ' or '') .. reply .. '=' .. entry
+local function asked(i)
+  return {
+    id = ARGV[i], digest = ARGV[i + 1], payload = ARGV[i + 2], priority = ARGV[i + 3], tenant = ARGV[i + 4],
+    seed = ARGV[i + 5], deadline = ARGV[i + 6], reply = ARGV[i + 7], stream = ARGV[i + 8],
+  }
 end
 
-local function has_reply(job)
-  return string.find(' ' .. job.replies .. ' ', ' ' .. reply .. '=', 1, true)
+local function with_reply(replies, name, entry)
+  return (replies and replies .. ' ' or '') .. name .. '=' .. entry
+end
+
+local function has_reply(job, name)
+  return string.find(' ' .. job.replies .. ' ', ' ' .. name .. '=', 1, true)
 end
 
 -- The result is kept in the streams it went to; take it from the first that still has it.
@@ -20,39 +27,47 @@ local function recorded(job)
   end
 end
 
-local function join(job)
-  if job.digest ~= digest then return 'conflict' end
+local function join(job, ask)
+  if job.digest ~= ask.digest then return 'conflict' end
   job.replies = job.replies or ''
+  local known = has_reply(job, ask.reply)
   if job.state ~= 'done' then
-    if not has_reply(job) then set(job, {replies = with_reply(job.replies, '')}) end
+    if not known then set(job, {replies = with_reply(job.replies, ask.reply, '')}) end
     return 'live'
   end
-  local result = not has_reply(job) and recorded(job)
-  if result then set(job, {replies = with_reply(job.replies, deliver(reply, id, result))}) end
+  local result = not known and recorded(job)
+  if result then
+    set(job, {replies = with_reply(job.replies, ask.reply, deliver(ask.reply, job.id, result))})
+  end
   return 'done'
 end
 
 local function tenant_depth(tenant)
   local sum = 0
   for _, priority in ipairs(C.priorities) do
-    sum = sum + number(redis.call('HGET', K.load, ARGV[5] .. ':' .. priority .. ':' .. tenant))
+    sum = sum + number(redis.call('HGET', K.load, version .. ':' .. priority .. ':' .. tenant))
   end
   return sum
 end
 
-local known = load(id)
-if known then return join(known) end
+local function submit(ask)
+  local known = load(ask.id)
+  if known then return join(known, ask) end
+  if number(redis.call('HGET', K.load, TOTAL)) >= C.max_depth then return 'queue_full' end
+  if C.max_tenant_depth and tenant_depth(ask.tenant) >= C.max_tenant_depth then return 'tenant_full' end
 
-if number(redis.call('HGET', K.load, TOTAL)) >= tonumber(ARGV[12]) then return 'queue_full' end
-if ARGV[13] ~= '' and tenant_depth(ARGV[7]) >= tonumber(ARGV[13]) then return 'tenant_full' end
+  local job = {id = ask.id}
+  redis.call('DEL', K.job .. job.id, K.deltas .. job.id)
+  set(job, {
+    digest = ask.digest, payload = ask.payload, version = version, priority = ask.priority,
+    tenant = ask.tenant, seed = ask.seed, deadline = ask.deadline ~= '' and NOW + ask.deadline,
+    replies = with_reply(nil, ask.reply, ''), stream = ask.stream == '1' and 1, submitted = NOW,
+  })
+  count(job)
+  enqueue(job, 'jobs')
+  return 'created'
+end
 
-local job = {id = id}
-redis.call('DEL', K.job .. id, K.deltas .. id)
-set(job, {
-  digest = digest, payload = ARGV[4], version = ARGV[5], priority = ARGV[6], tenant = ARGV[7],
-  seed = ARGV[8], deadline = ARGV[9] ~= '' and NOW + ARGV[9], replies = with_reply(nil, ''),
-  stream = ARGV[11] == '1' and 1, submitted = NOW,
-})
-count(job)
-enqueue(job, 'jobs')
-return 'created'
+local outcomes = {}
+for i = 3, #ARGV, 9 do outcomes[#outcomes + 1] = submit(asked(i)) end
+return outcomes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import os
 import secrets
@@ -13,12 +14,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from tidemill.card import ModelCard
 from tidemill.connection import connect
 from tidemill.errors import ConfigurationError, QueueUnavailable
+from tidemill.jobs import SamplingParams
 from tidemill.moves import QueueSettings
 from tidemill.queue import Queue
 from tidemill_scheduler.config import SchedulerConfig
@@ -26,7 +29,7 @@ from tidemill_scheduler.scheduler import Scheduler
 from tidemill_worker.admission import Admission, ModelLimits
 from tidemill_worker.answers import Answers
 from tidemill_worker.endpoint import Endpoint, Health
-from tidemill_worker.engine import Engine
+from tidemill_worker.engine import Engine, Request
 from tidemill_worker.leases import OpenQueue
 from tidemill_worker.metrics import Metrics
 from tidemill_worker.recorder import CONCURRENCY, pauses
@@ -34,10 +37,17 @@ from tidemill_worker.service import Service, ServiceConfig
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
 from tidemill_worker.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import torch
+
+    from tidemill_worker.model.kv_cache import KVCacheSpec
+
 MAX_STEP_SECONDS = 120.0
 """A step that takes longer than this hangs; the slowest on record took a few."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 """How much of a file goes into the fingerprint: 4 MiB."""
+CPU_KV_CACHE_MEMORY = 1.0
+"""GiB for the KV cache on CPU, unless the settings say otherwise."""
 CONNECTIONS = CONCURRENCY + 4
 """Of the I/O loop: results on their way, a claim, the card, and some to spare."""
 
@@ -50,6 +60,8 @@ class ServedModel:
     tokenizer: Tokenizer
     limits: ModelLimits
     fingerprint: str
+    device: str
+    dtype: str
 
 
 def serve(settings: WorkerSettings) -> bool:
@@ -68,9 +80,14 @@ def serve(settings: WorkerSettings) -> bool:
     with _endpoint(settings, metrics, probe):
         started = time.monotonic()
         model = build_model(settings)
+        # Model and libraries stay as long as the process does: the collector need not walk them again,
+        # nor the interpreter take them apart at its end, which took 1.3 s of every stop.
+        gc.freeze()
         structlog.get_logger().info(
             "model_loaded",
             model=settings.model_name,
+            device=model.device,
+            dtype=model.dtype,
             seconds=round(time.monotonic() - started, 1),
             max_model_len=model.limits.max_model_len,
             kv_cache_tokens=model.limits.max_total_tokens,
@@ -88,41 +105,76 @@ def build_model(settings: WorkerSettings) -> ServedModel:
 
     from tidemill_kernels.openmp import release_threads
     from tidemill_kernels.warm_up import warm_up
-    from tidemill_worker.model.checkpoint import locate, locate_embedded
+    from tidemill_worker.model.device import choose_device, choose_dtype, gpu_obstacle, machine_facts
     from tidemill_worker.model.kv_cache import KVCacheSpec
-    from tidemill_worker.model.loader import end_of_text_tokens, load_model
+    from tidemill_worker.model.loader import end_of_text_tokens, load_model, stored_dtype
     from tidemill_worker.model.runner import ModelRunner
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    if settings.model == EMBEDDED_MODEL:
-        folder = locate_embedded(settings.cache_dir)
-    else:
-        folder = locate(settings.model, settings.cache_dir)
-    device, dtype = torch.device("cpu"), torch.float32
+    device = choose_device(settings.device, settings.dtype, obstacle=gpu_obstacle())
+    folder = _locate(settings)
+    dtype = choose_dtype(settings.dtype, device, stored=stored_dtype(folder))
     model = load_model(folder, device=device, dtype=dtype)
     spec = KVCacheSpec.of(model.config, block_size=settings.block_size, dtype=dtype)
     config = scheduler_config(
         settings,
         context=model.config.max_position_embeddings,
-        num_blocks=spec.num_blocks_in(int(settings.kv_cache_memory * 2**30)),
+        num_blocks=spec.num_blocks_in(_kv_cache_memory(settings, device)),
     )
     warm_up(model.config.num_attention_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
     end_of_text = end_of_text_tokens(model)
-    runner = ModelRunner(model, spec.allocate(config.num_blocks, device))
+    tokenizer = Tokenizer.from_pretrained(folder, vocab_size=model.config.vocab_size)
+    runner = ModelRunner(model, _allocate(spec, config.num_blocks, device))
+    rehearse(Engine(runner, Scheduler(config), end_of_text), tokenizer)
     release_threads()  # those of this thread; the engine will run on one of its own
     return ServedModel(
         engine=Engine(runner, Scheduler(config), end_of_text),
-        tokenizer=Tokenizer.from_pretrained(folder, vocab_size=model.config.vocab_size),
+        tokenizer=tokenizer,
         limits=ModelLimits(
             model_name=settings.model_name,
             max_model_len=config.max_model_len,
             max_total_tokens=config.kv_cache_tokens,
             end_of_text=end_of_text,
         ),
-        fingerprint=_fingerprint(folder, str(dtype), torch.backends.cpu.get_cpu_capability()),
+        fingerprint=_fingerprint(folder, str(dtype), *machine_facts(device)),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _locate(settings: WorkerSettings) -> Path:
+    from tidemill_worker.model.checkpoint import locate, locate_embedded
+
+    if settings.model == EMBEDDED_MODEL:
+        return locate_embedded(settings.cache_dir)
+    return locate(settings.model, settings.cache_dir)
+
+
+def _kv_cache_memory(settings: WorkerSettings, device: torch.device) -> int:
+    """Bytes for the KV cache; the model is on the device already."""
+    from tidemill_worker.model.device import gpu_kv_cache_memory
+
+    if settings.kv_cache_memory is None and device.type == "cuda":
+        return gpu_kv_cache_memory(device, settings.gpu_memory_utilization)
+    return int((settings.kv_cache_memory or CPU_KV_CACHE_MEMORY) * 2**30)
+
+
+def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
+    try:
+        return spec.allocate(num_blocks, device)
+    except RuntimeError as error:  # also CUDA's own error, which is one
+        size = num_blocks * spec.bytes_per_block / 2**30
+        raise ConfigurationError(f"kv_cache_memory: cannot take {size:.1f} GiB on {device}") from error
+
+
+def rehearse(engine: Engine, tokenizer: Tokenizer) -> None:
+    """Generate one token, so that what compiles or allocates at its first use does so before a job."""
+    params = SamplingParams(max_tokens=1, temperature=1.0)
+    engine.add(Request("rehearsal", [0], params, 0, tokenizer.output_text()))
+    while engine.has_unfinished:
+        engine.step()
 
 
 def scheduler_config(settings: WorkerSettings, *, context: int, num_blocks: int) -> SchedulerConfig:
@@ -137,8 +189,8 @@ def scheduler_config(settings: WorkerSettings, *, context: int, num_blocks: int)
         )
     if num_blocks < 1:
         raise ConfigurationError(
-            f"kv_cache_memory={settings.kv_cache_memory:g}: not even one block of"
-            f" {settings.block_size} tokens fits"
+            f"kv_cache_memory: not even one block of {settings.block_size} tokens fits;"
+            " give it more, or on a GPU raise gpu_memory_utilization"
         )
     try:
         return SchedulerConfig(
@@ -212,7 +264,7 @@ class HealthProbe:
         if self.service is None:
             return Health(ok=False, details={"engine": "loading"})
         engine, held = self.service.engine, self.service.held
-        hangs = engine.step_seconds > MAX_STEP_SECONDS
+        hangs = engine.stuck_seconds > MAX_STEP_SECONDS
         return Health(
             ok=engine.is_alive and not hangs,
             details={

@@ -51,7 +51,7 @@ def run_demo(settings: WorkerSettings, *, packages: int, fresh: bool) -> int:
         _await_worker(worker, url, settings.queue_name)
         command = [*_tidemill("summarize"), ".", "--queue", settings.queue_name, "--redis-url", url]
         with _process(command, cwd=documents) as summarize:
-            return summarize.wait()
+            return _outcome(summarize, worker)
 
 
 def package_descriptions(count: int) -> dict[str, str]:
@@ -129,11 +129,24 @@ def _await_worker(worker: subprocess.Popen[bytes], url: str, queue: str) -> None
     deadline = time.monotonic() + START_SECONDS
     with console.status("Loading the model (the first time, it is converted first) ..."):
         while not asyncio.run(_is_served(url, queue)):
-            if worker.poll() is not None:
-                raise TidemillError(f"the worker ended with status {worker.returncode}")
+            _check_running(worker)
             if time.monotonic() > deadline:
                 raise QueueUnavailable(f"the worker was not ready within {START_SECONDS:g} s")
             time.sleep(0.3)
+
+
+def _outcome(summarize: subprocess.Popen[bytes], worker: subprocess.Popen[bytes]) -> int:
+    """The exit status of `summarize`, which would wait for ever for a worker that is gone."""
+    while True:
+        try:
+            return summarize.wait(1.0)
+        except subprocess.TimeoutExpired:
+            _check_running(worker)
+
+
+def _check_running(worker: subprocess.Popen[bytes]) -> None:
+    if worker.poll() is not None:
+        raise TidemillError(f"the worker ended with status {worker.returncode}")
 
 
 async def _is_served(url: str, queue: str) -> bool:

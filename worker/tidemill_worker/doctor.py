@@ -46,7 +46,7 @@ class Check:
 def examine(settings: WorkerSettings) -> list[Check]:
     """Run every check; none of them raises."""
     checks = list(_redis(settings))
-    checks += [_packages(), _kernels(), _threads(settings)]
+    checks += [_packages(), _device(settings), _kernels(), _threads(settings)]
     return [*checks, _cache_dir(settings), _model(settings)]
 
 
@@ -114,6 +114,20 @@ def _packages() -> Check:
         message = f"missing: {', '.join(missing)}; pip install 'tidemill[worker]'"
         return Check("packages", Verdict.FAILED, message)
     return Check("packages", Verdict.OK, ", ".join(found))
+
+
+def _device(settings: WorkerSettings) -> Check:
+    try:
+        from tidemill_worker.model.device import choose_device, gpu_description, gpu_obstacle
+
+        obstacle = gpu_obstacle()
+        device = choose_device(settings.device, settings.dtype, obstacle=obstacle)
+    except (ImportError, TidemillError) as error:
+        return Check("device", Verdict.FAILED, str(error))
+    if device.type == "cpu":
+        reason = "" if settings.device == "cpu" else f"; {obstacle}"
+        return Check("device", Verdict.OK, f"cpu{reason}")
+    return Check("device", Verdict.OK, f"{device}: {gpu_description()}")
 
 
 def _kernels() -> Check:

@@ -10,7 +10,14 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import structlog
+
 from tidemill.errors import ConfigurationError
+
+POLL_INTERVAL = 0.1
+"""Seconds until the endpoint notices that it is to close."""
+REQUEST_TIMEOUT = 10.0
+"""Seconds that a client may take to send its request; each has a thread meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +45,17 @@ class Endpoint:
     ) -> None:
         handler = partial(_Handler, metrics, health)
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = _Server((host, port), handler)
         except OSError as error:
             raise ConfigurationError(
                 f"metrics_port: cannot listen on {host}:{port}: {error.strerror};"
                 " choose another port, or 0 for no endpoint"
             ) from error
-        self._server.daemon_threads = True
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="tidemill-endpoint", daemon=True
+            target=self._server.serve_forever,
+            args=(POLL_INTERVAL,),
+            name="tidemill-endpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -62,7 +71,17 @@ class Endpoint:
         self._server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away, or a fault of ours: one line of the log, not a bare traceback."""
+        structlog.get_logger().warning("endpoint_failed", client=client_address, exc_info=True)
+
+
 class _Handler(BaseHTTPRequestHandler):
+    timeout = REQUEST_TIMEOUT
+
     def __init__(
         self,
         metrics: Callable[[], bytes],

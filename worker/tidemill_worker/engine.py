@@ -128,6 +128,8 @@ class EngineStats:
     recomputed_tokens: int
     prompt_tokens: int
     generation_tokens: int
+    num_steps: int
+    """Steps that computed something."""
 
 
 @dataclass
@@ -174,6 +176,7 @@ class Engine:
     _num_added: int = 0
     _prompt_tokens: int = 0
     _generation_tokens: int = 0
+    _num_steps: int = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -219,7 +222,16 @@ class Engine:
         self._mark_scheduled(plan)
         sampled = self.runner.run(plan, self._generations)
         self.scheduler.update(plan.step_id, sampled)
+        self._num_steps += 1
         return [self._advance(self._generations[sequence], token) for sequence, token in sampled.items()]
+
+    def check_integrity(self) -> None:
+        """Compare the scheduler's books with each other; for idle moments.
+
+        Raises:
+            IntegrityError: naming the first contradiction.
+        """
+        self.scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
         """Gauges and counters for the metrics endpoint."""
@@ -234,6 +246,7 @@ class Engine:
             recomputed_tokens=scheduler.num_recomputed_tokens,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_steps=self._num_steps,
         )
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
@@ -292,8 +305,8 @@ class Engine:
         now = self.clock()
         return Marks(
             added=generation.added,
-            scheduled=generation.scheduled or now,
-            first_token=generation.first_token or now,
+            scheduled=now if generation.scheduled is None else generation.scheduled,
+            first_token=now if generation.first_token is None else generation.first_token,
             finished=now,
         )
 

@@ -18,6 +18,9 @@ from tidemill_worker.engine import EngineStats, Request, StepOutput
 JOIN_TIMEOUT = 60.0
 """Seconds to wait for the step in progress when stopping; a step takes about one."""
 
+STUCK_PAUSE = 0.01
+"""Seconds between two tries of an engine that has work and can do none of it."""
+
 
 class SteppedEngine(Protocol):
     """What the thread needs of `tidemill_worker.engine.Engine`."""
@@ -27,6 +30,7 @@ class SteppedEngine(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[StepOutput]: ...
+    def check_integrity(self) -> None: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -67,7 +71,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._inbox: queue.Queue[Command] = queue.Queue(maxsize=2 * capacity)
         self._thread = threading.Thread(target=self._run, name="tidemill-engine", daemon=True)
-        self._busy_since: float | None = None
+        self._unmoved_since: float | None = None
         self.stats = engine.stats()
         """The engine's state after its last step; replaced, never changed."""
 
@@ -76,9 +80,12 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
-    def step_seconds(self) -> float:
-        """How long the step in progress has taken so far; 0 between steps."""
-        since = self._busy_since
+    def stuck_seconds(self) -> float:
+        """How long there has been work of which nothing was computed.
+
+        A step that hangs and a scheduler that plans nothing look the same from outside (vllm#45414).
+        """
+        since = self._unmoved_since
         return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
@@ -116,17 +123,22 @@ class EngineThread:
             self._on_failure()
 
     def _step(self) -> None:
-        self._busy_since = time.monotonic()
+        if self._unmoved_since is None:
+            self._unmoved_since = time.monotonic()
         outputs = self._engine.step()
-        self._busy_since = None
-        self.stats = self._engine.stats()
+        stats = self._engine.stats()
+        if stats.num_steps > self.stats.num_steps:
+            self._unmoved_since = None
+        self.stats = stats
         self._deliver(outputs)
+        if self._inbox.empty() and not self._engine.has_unfinished:
+            self._engine.check_integrity()
 
     def _obey_commands(self) -> bool:
         """Take what the inbox has, waiting only if there is nothing to step; false after `Stop`."""
         while True:
             try:
-                command = self._inbox.get(block=not self._engine.has_unfinished)
+                command = self._inbox.get(timeout=self._patience())
             except queue.Empty:
                 return True
             if isinstance(command, Stop):
@@ -136,6 +148,13 @@ class EngineThread:
                 self.stats = self._engine.stats()
             else:
                 self._add(command)
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a command; `None` for as long as it takes."""
+        if not self._engine.has_unfinished:
+            self._unmoved_since = None
+            return None
+        return 0.0 if self._unmoved_since is None else STUCK_PAUSE
 
     def _add(self, request: Request) -> None:
         try:

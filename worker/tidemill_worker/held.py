@@ -7,11 +7,12 @@ I/O loop's takes jobs in and lets them go. Every method holds the one lock for m
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
-from tidemill.jobs import Delta, Job, JobId
+from tidemill.jobs import Delta, Job, JobId, Priority
 from tidemill.moves import Renewal
 from tidemill_worker.engine import StepOutput
 
@@ -118,6 +119,12 @@ class HeldJobs:
         """Jobs whose result is decided but not known to be recorded."""
         with self._lock:
             return sum(job.ended for job in self._jobs.values())
+
+    @property
+    def num_by_priority(self) -> Counter[Priority]:
+        """Jobs whose result is not decided yet and that could be decoded, by priority."""
+        with self._lock:
+            return Counter(job.job.priority for job in self._jobs.values() if job.job and not job.ended)
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import structlog
 
 from tidemill.errors import QueueUnavailable
-from tidemill.jobs import Result
+from tidemill.jobs import Priority, Result
 from tidemill.moves import Claimed
 from tidemill.queue import Queue
-from tidemill_worker.admission import Admission
+from tidemill_worker.admission import PRIORITIES, Admission
 from tidemill_worker.engine import Request
 from tidemill_worker.held import HeldJob, HeldJobs
 from tidemill_worker.recorder import pauses
 
 DOORBELL_TIMEOUT = 1.0
 """Seconds to wait for new work before looking again (for due retries, say)."""
+BITE = 16
+"""Jobs that one claim takes at most. A burst wakes all idle workers: each has its turn, none takes all."""
+URGENT_PART = 8
+"""A full worker takes up to this part of its capacity on top, for jobs that may not wait."""
+URGENT_INTERVAL = 0.25
+"""Seconds between a full worker's looks for such jobs; the doorbell would ring for all others too."""
 
 
 class Intake:
     """Keeps the engine's places filled, and a few more jobs ready behind them.
+
+    When they are taken it still claims jobs of a higher priority than the lowest of those it holds,
+    which make way for them in the engine (vllm#40004).
 
     Args:
         capacity: jobs held at once at most, running and prepared.
@@ -95,21 +105,33 @@ class Intake:
 
     async def _take(self) -> None:
         """One look at the queue, then a wait: for room if there is none, for work if there is none."""
-        if self.room == 0:
-            self._changed.clear()
-            await self._unless_stopped(self._changed.wait())
-            return
-        claimed = await self._reclaim_if_due() or await self._queue.claim(self._worker, self.room)
+        self._changed.clear()
+        room = min(self.room, BITE)
+        if room > 0:
+            claimed = await self._reclaim_if_due(room) or await self._queue.claim(self._worker, room)
+        else:
+            claimed = await self._claim_urgent()
         if claimed:
             await self._prepare(claimed)
-        else:
+        elif room > 0:
             await self._unless_stopped(self._queue.wait(DOORBELL_TIMEOUT))
+        else:
+            await self._unless_stopped(self._changed.wait(), timeout=URGENT_INTERVAL)
 
-    async def _reclaim_if_due(self) -> Sequence[Claimed]:
+    async def _claim_urgent(self) -> Sequence[Claimed]:
+        """No more than there are jobs that can make way for them, and a few at a time."""
+        held = self._held.num_by_priority
+        lowest = max(held, key=PRIORITIES.__getitem__, default=Priority.HIGH)
+        places = self._capacity + max(1, self._capacity // URGENT_PART) - self._held.num_live
+        if lowest is Priority.HIGH or self._held.num_unrecorded >= self._capacity:
+            return ()
+        return await self._queue.claim(self._worker, min(places, held[lowest]), above=lowest)
+
+    async def _reclaim_if_due(self, room: int) -> Sequence[Claimed]:
         now = time.monotonic()
         if now < self._next_reclaim:
             return ()
-        claimed = await self._queue.reclaim(self._worker, self.room)
+        claimed = await self._queue.reclaim(self._worker, room)
         if not claimed:
             self._next_reclaim = now + self._reclaim_interval
         else:
@@ -134,11 +156,11 @@ class Intake:
         if job.ended:  # while it was being prepared: lost, cancelled or overdue
             self._abort(job.request_id)
 
-    async def _unless_stopped(self, waiting: object) -> None:
+    async def _unless_stopped(self, waiting: Awaitable[Any], *, timeout: float | None = None) -> None:
         """Wait for something that may be abandoned halfway, and no longer than until `stop`."""
-        work = asyncio.ensure_future(waiting)  # type: ignore[call-overload]
+        work = asyncio.ensure_future(waiting)
         stop = asyncio.ensure_future(self._stopping.wait())
-        done, pending = await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        done, pending = await asyncio.wait({work, stop}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)

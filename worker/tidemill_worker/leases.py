@@ -10,7 +10,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 
 import structlog
 
@@ -20,6 +21,9 @@ from tidemill_worker.held import HeldJobs, RequestId, request_id
 
 OpenQueue = Callable[[], AbstractAsyncContextManager[Queue]]
 """Opens the queue with a connection that belongs to the event loop it is opened in."""
+
+JOIN_TIMEOUT = 3.0
+"""Seconds that the renewal in progress gets when stopping; without a fault it takes milliseconds."""
 
 
 class LeaseKeeper:
@@ -57,6 +61,7 @@ class LeaseKeeper:
         self._on_failure = on_failure
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidemill-leases", daemon=True)
+        self._interrupt: Callable[[], object] = lambda: None
         self._unreachable = False
         self._log = structlog.get_logger()
 
@@ -64,19 +69,28 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the renewal in progress."""
+        """End after the renewal in progress, or amid it if Redis leaves it without an answer."""
         self._stopping.set()
         if self._thread.is_alive():
+            self._thread.join(JOIN_TIMEOUT)
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # it has closed its loop in this very moment
+                self._interrupt()
             self._thread.join()
 
     def _run(self) -> None:
         try:
             asyncio.run(self._keep())
+        except asyncio.CancelledError:
+            self._log.warning("renewal_abandoned", jobs=len(self._held))
         except Exception:
             self._log.exception("lease_keeper_failed")
             self._on_failure()
 
     async def _keep(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._interrupt = partial(loop.call_soon_threadsafe, task.cancel)
         async with self._open_queue() as queue:
             next_full = time.monotonic() + self._interval
             while not self._stopping.is_set():

@@ -230,7 +230,8 @@ class Service:
 
     async def _by(self, deadline: float, work: Awaitable[None]) -> bool:
         try:
-            await asyncio.wait_for(work, max(0.1, deadline - time.monotonic()))
+            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                await work
         except TimeoutError:
             return False
         return True

@@ -57,9 +57,11 @@ class WorkerSettings(BaseSettings):
     """Name that jobs know the model by; default: the name of the folder or file."""
     queue: str | None = Field(default=None, pattern=QUEUE_PATTERN)
     """Queue to serve; default: the served model name."""
-    dtype: Literal["auto", "float32"] = "auto"
-    """Type of weights and KV cache; `auto` is float32 on CPU."""
-    max_model_len: int | None = Field(default=None, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes the first GPU that torch sees, else the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV cache; `auto` is float32 on CPU, on a GPU the checkpoint's own."""
+    max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus output, in tokens; default: the model's own context length."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences that run in one step at most."""
@@ -67,8 +69,10 @@ class WorkerSettings(BaseSettings):
     """Tokens computed in one step at most; prompts longer than this are taken in chunks."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV cache block."""
-    kv_cache_memory: float = Field(default=1.0, gt=0.0)
-    """Memory for the KV cache, in GiB."""
+    kv_cache_memory: float | None = Field(default=None, gt=0.0)
+    """Memory for the KV cache, in GiB; default: 1 on CPU, on a GPU what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory for weights and KV cache, unless kv_cache_memory is given."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of prompts that begin alike (within one tenant)."""
     enable_chunked_prefill: bool = True

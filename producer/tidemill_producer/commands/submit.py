@@ -118,16 +118,16 @@ def _submit_one(
 ) -> ExitCode:
     job_id = client.submit(job)
     if job.stream:
-        return _print_stream(client, job_id, as_json=as_json)
+        return _print_stream(client, job_id, timeout=timeout, as_json=as_json)
     if wait:
         return print_result(client.result(job_id, timeout=timeout), as_json=as_json)
     _print_id(client, job_id, as_json=as_json)
     return ExitCode.OK
 
 
-def _print_stream(client: BlockingClient, job_id: JobId, *, as_json: bool) -> ExitCode:
+def _print_stream(client: BlockingClient, job_id: JobId, *, timeout: float | None, as_json: bool) -> ExitCode:
     """With `as_json` the deltas, one a line, and then the result."""
-    for delta in client.stream(job_id):
+    for delta in client.stream(job_id, timeout=timeout):
         if as_json:
             print_json(delta.model_dump(mode="json"))
         else:

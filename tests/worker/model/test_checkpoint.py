@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,3 +114,13 @@ def test_whoever_converts_second_uses_the_first_copy(
     folder = locate(str(gguf), tmp_path / "cache")
     assert (folder / "first").exists()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_bar_of_a_conversion_is_for_terminals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with checkpoint._bar_for_people_only():
+        print("50 %", file=sys.stderr)
+    assert capsys.readouterr().err == "50 %\n" * terminal

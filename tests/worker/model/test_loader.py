@@ -24,6 +24,26 @@ def test_half_precision_on_cpu_is_refused(tmp_path: Path) -> None:
         load_model(make_tiny_llama(tmp_path), device=CPU, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b'{"model_type": "unheard-of"}'),
+        ("model.safetensors", b"cut"),
+        ("model.safetensors", None),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str, content: bytes | None) -> None:
+    folder = make_tiny_llama(tmp_path)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(ModelUnsupported, match="cannot be loaded: ") as refused:
+        load(folder)
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("declared", "tokens"), [(5, {5}), ([5, 7], {5, 7})])
 def test_end_of_text_tokens(tmp_path: Path, declared: object, tokens: set[int]) -> None:
     assert end_of_text_tokens(load(make_tiny_llama(tmp_path, eos_token_id=declared))) == tokens

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
+import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -81,11 +84,17 @@ def _content_key(gguf: Path) -> str:
 
 def _convert(gguf: Path, folder: Path) -> None:
     source = str(gguf.parent)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.float32)
+    with _bar_for_people_only():
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are plain float32 now; left in place, this makes save_pretrained refuse them.
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]  # declared as if it were a parameter
     _save(model, AutoTokenizer.from_pretrained(source, gguf_file=gguf.name), folder)
+
+
+def _bar_for_people_only() -> AbstractContextManager[object]:
+    """Reading a GGUF file, transformers draws a bar whoever is watching; a log has no use for it."""
+    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

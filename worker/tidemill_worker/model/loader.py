@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tidemill.errors import ModelUnsupported
@@ -16,21 +19,31 @@ SUPPORTED_MODEL_TYPES = frozenset({"llama"})
 """Architectures whose output has been compared with transformers' own, bit by bit within ours."""
 
 
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The type that the model in `folder` was stored in, if its configuration says so."""
+    with _unreadable_refused(folder):
+        dtype = AutoConfig.from_pretrained(folder).dtype
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model in `folder` with Tidemill's attention, ready for inference.
 
     On CPU its linear layers and activations are exchanged for ones in which each row's bits are
-    its own.
+    its own; on a GPU transformers' own stay.
 
     Raises:
-        ModelUnsupported: if the architecture or the combination of device and dtype is not served.
+        ModelUnsupported: if the architecture or the combination of device and dtype is not served, or
+            if the files are damaged.
     """
-    config = AutoConfig.from_pretrained(folder)
+    with _unreadable_refused(folder):
+        config = AutoConfig.from_pretrained(folder)
     _check_supported(config, device, dtype)
     register_attention()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
-    )
+    with _unreadable_refused(folder):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
     model.train(False)
     model.requires_grad_(False)
     if device.type == "cpu":
@@ -48,6 +61,16 @@ def end_of_text_tokens(model: PreTrainedModel) -> frozenset[int]:
     if declared is None:
         return frozenset()
     return frozenset(declared if isinstance(declared, list) else [declared])
+
+
+@contextmanager
+def _unreadable_refused(folder: Path) -> Iterator[None]:
+    """Say in one line what is wrong with a model's files."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelUnsupported(f"model: {folder} cannot be loaded: {reason}") from error
 
 
 def _check_supported(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
