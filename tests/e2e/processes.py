@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPResponse
 from pathlib import Path
-from urllib.error import URLError
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -61,8 +61,9 @@ class Worker:
     def _is_healthy(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
         try:
-            return self._get("/health").status == HTTPStatus.OK
-        except (URLError, ConnectionError):  # not listening yet, or still loading
+            with self._get("/health") as response:
+                return response.status == HTTPStatus.OK
+        except OSError:  # not listening yet, or still loading
             return False
 
     def metric(self, name: str) -> float:
@@ -109,8 +110,10 @@ class Worker:
         """The exit status, which must come soon."""
         return self.process.wait(STOP_SECONDS)
 
-    def _get(self, path: str):  # type: ignore[no-untyped-def]
-        return urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=10)
+    def _get(self, path: str) -> HTTPResponse:
+        url = f"http://127.0.0.1:{self.metrics_port}{path}"
+        response: HTTPResponse = urllib.request.urlopen(url, timeout=10)
+        return response
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,8 @@ from tests.e2e.processes import command_line, run_command
 from tests.tidemill.servers import Server, free_port, running, valkey_binary
 from tidemill.exit_codes import ExitCode
 
+MOST_BLOCKS = 100_000
+"""Of 512 or 1024 bytes, as the shell has it: some tens of MB, a fraction of the model."""
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -78,19 +79,12 @@ def test_a_model_that_is_not_there_is_named(server: Server, tmp_path: Path) -> N
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    """The limit on a file's size fails the same writes as a full disk, for every user, root too."""
-
-    def nearly_full() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50 << 20, 50 << 20))
-
-    ended = subprocess.run(
-        command_line(
-            "worker", "--redis-url", server.url, "--metrics-port", "0", "--cache-dir", str(tmp_path / "cache")
-        ),
-        capture_output=True,
-        timeout=100,
-        check=False,
-        preexec_fn=nearly_full,
+    """A limit on the size of files fails the same writes as a full disk, for every user, root too."""
+    cache = tmp_path / "cache"
+    worker = command_line(
+        "worker", "--redis-url", server.url, "--metrics-port", "0", "--cache-dir", str(cache)
     )
-    assert_refused(ended, ExitCode.USAGE, f"cache_dir: cannot store the converted model in {tmp_path}")
-    assert list((tmp_path / "cache").iterdir()) == []
+    limited = ["sh", "-c", f'ulimit -f {MOST_BLOCKS} && exec "$@"', "sh", *worker]
+    ended = subprocess.run(limited, capture_output=True, timeout=100, check=False)
+    assert_refused(ended, ExitCode.USAGE, f"cache_dir: cannot store the converted model in {cache}")
+    assert list(cache.iterdir()) == []
