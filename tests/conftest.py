@@ -16,6 +16,8 @@ COMPUTE = {
     "GOMP_SPINCOUNT": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # What is compared bit by bit is the CPU's arithmetic, on a machine with a GPU too.
+    "CUDA_VISIBLE_DEVICES": "",
 }
 
 
