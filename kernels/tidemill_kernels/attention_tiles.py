@@ -137,7 +137,7 @@ def exponentiate(
     whole vector, are overwritten.
     """
     f32 = types.float32
-    signature = types.UniTuple(f32, 3)(scores, types.int64, types.int64, f32)  # type: ignore[no-untyped-call]
+    signature = types.UniTuple(f32, 3)(scores, types.int64, types.int64, f32)
 
     def generate(
         context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]

@@ -83,7 +83,7 @@ def digest(*modules: ModuleType) -> int:
 @emitted
 def pointer(typing_context: Any, address: Any, item: Any) -> tuple[Any, Generator]:
     """The integer `address` as a pointer to items of the type `item`."""
-    signature = types.CPointer(item.dtype)(address, item)  # type: ignore[no-untyped-call]
+    signature = types.CPointer(item.dtype)(address, item)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]) -> ir.Value:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["num_layers", "layer"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_layers", "layer"])  # type: ignore[untyped-decorator]  # triton has no types
 def write_kernel(
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
@@ -56,7 +56,7 @@ def kv_write(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slots: Te
     """See `tidemill_kernels.kv_write.kv_write`. Never waits for the device."""
     if slots.shape[0] == 0:
         return
-    with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(key):
         write_kernel[(slots.shape[0],)](
             key, value, kv_cache, slots, kv_cache.shape[1], layer, **launch_constants(kv_cache)
         )

@@ -121,7 +121,7 @@ def compile_attention() -> Native:
         _ = sources
         _attend(call_pointer)
 
-    signature = types.void(types.CPointer(from_dtype(_CALL)))  # type: ignore[no-untyped-call]
+    signature = types.void(types.CPointer(from_dtype(_CALL)))
     return compile_native(signature, attend)
 
 

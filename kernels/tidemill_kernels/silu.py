@@ -52,7 +52,7 @@ def compile_silu() -> Native:
         _ = sources
         _share_out(call_pointer)
 
-    signature = types.void(types.CPointer(from_dtype(_CALL)))  # type: ignore[no-untyped-call]
+    signature = types.void(types.CPointer(from_dtype(_CALL)))
     return compile_native(signature, share_out)
 
 

@@ -169,7 +169,7 @@ def whole(builder: ir.IRBuilder, count: ir.Value, step: int) -> ir.Value:
 
 def slot(builder: ir.IRBuilder, type_: ir.Type) -> ir.Value:
     """Address of a variable, which the optimizer keeps in a register."""
-    return cgutils.alloca_once(builder, type_)  # type: ignore[no-untyped-call]
+    return cgutils.alloca_once(builder, type_)
 
 
 def zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
@@ -183,5 +183,5 @@ def zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
 def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:
     """Call the LLVM intrinsic of that name."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, args)

@@ -50,7 +50,7 @@ class GenerationFailed(TidemillError):
     """A job was answered with an error. The message is all there is: Celery rebuilds this from it."""
 
 
-@shared_task(name=GENERATE, bind=True, **RETRY_SAFE)  # type: ignore[untyped-decorator]
+@shared_task(name=GENERATE, bind=True, **RETRY_SAFE)  # type: ignore[untyped-decorator]  # celery has no types
 def generate(self: Task, *, tidemill_queue: str | None = None, **fields: Any) -> dict[str, Any]:
     """Run one job and return its result as a dict.
 
@@ -71,7 +71,7 @@ def generate(self: Task, *, tidemill_queue: str | None = None, **fields: Any) ->
     return result.model_dump(mode="json")
 
 
-@shared_task(name=SUMMARIZE, bind=True, **RETRY_SAFE)  # type: ignore[untyped-decorator]
+@shared_task(name=SUMMARIZE, bind=True, **RETRY_SAFE)  # type: ignore[untyped-decorator]  # celery has no types
 def summarize(self: Task, text: str, *, tidemill_queue: str | None = None, **options: Any) -> dict[str, Any]:
     """Summarize a text of any length; returns the summary and what it took.
 
@@ -96,7 +96,7 @@ def task_digest(task_id: str | None) -> str | None:
     return f"celery-{hashlib.blake2b(task_id.encode(), digest_size=16).hexdigest()}"
 
 
-@task_revoked.connect  # type: ignore[untyped-decorator]
+@task_revoked.connect  # type: ignore[untyped-decorator]  # celery has no types
 def cancel_revoked(sender: Task, request: Any, **_: object) -> None:
     """A revoked `generate` needs no answer. Runs in the Celery worker, whose child may be killed."""
     if sender.name == GENERATE:

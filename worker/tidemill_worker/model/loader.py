@@ -44,8 +44,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Pre
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
         )
-    model.train(False)
-    model.requires_grad_(False)
+    model.eval().requires_grad_(False)
     if device.type == "cpu":
         pack_linears(model)
         replace_activations(model)
