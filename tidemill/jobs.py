@@ -204,6 +204,11 @@ class ErrorInfo(Wire):
     field: str | None = None
     limit: int | float | str | None = None
 
+    @classmethod
+    def of(cls, error: InvalidJob) -> Self:
+        """What a refusal says, as part of a result."""
+        return cls(code=error.code, message=str(error), field=error.field, limit=error.limit)
+
 
 class Result(Wire):
     """The one answer to a job."""

@@ -41,8 +41,7 @@ class Answers:
 
     def refused(self, held: HeldJob, error: InvalidJob) -> Result:
         """The job is wrong, or wrong for this model."""
-        info = ErrorInfo(code=error.code, message=str(error), field=error.field, limit=error.limit)
-        return self._result(held, Status.FAILED, error=info)
+        return self._result(held, Status.FAILED, error=ErrorInfo.of(error))
 
     def broken(self, held: HeldJob, error: Exception) -> Result:
         """Preparing the job failed in a way nobody foresaw."""

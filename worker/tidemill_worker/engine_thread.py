@@ -160,5 +160,4 @@ class EngineThread:
         try:
             self._engine.add(request)
         except InvalidJob as error:
-            info = ErrorInfo(code=error.code, message=str(error), field=error.field, limit=error.limit)
-            self._deliver([StepOutput(request.id, (), "", error=info)])
+            self._deliver([StepOutput(request.id, (), "", error=ErrorInfo.of(error))])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -267,16 +267,17 @@ class Service:
             self._loop.call_soon_threadsafe(self._recorder.changed.set)
 
     def _cancel(self, request: RequestId) -> None:
-        held = self.held.end(request)
-        if held is not None:
-            self.engine.abort(request)
-            self._answer(held, self._answers.cancelled(held))
+        self._cut_short(request, self._answers.cancelled)
 
     def _expire(self, request: RequestId) -> None:
+        self._cut_short(request, self._answers.expired)
+
+    def _cut_short(self, request: RequestId, answer: Callable[[HeldJob], Result]) -> None:
+        """Lease thread: end a job now, with what there is of it."""
         held = self.held.end(request)
         if held is not None:
             self.engine.abort(request)
-            self._answer(held, self._answers.expired(held))
+            self._answer(held, answer(held))
 
     def _fail(self) -> None:
         """Any thread: a part has broken; stop without waiting for jobs that cannot end."""
