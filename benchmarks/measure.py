@@ -117,13 +117,13 @@ def print_series(title: str, series: Sequence[Series]) -> None:
 
 def report(figures: Mapping[str, float], *, settings: Mapping[str, object], path: Path | None) -> None:
     """Print the figures by name and, if asked, write them where a program can read them."""
-    about = machine()
+    about, revision = machine(), commit()
     for name, value in figures.items():
         print(f"{name} = {value:.3f}")
-    print(f"commit {commit()}; {about}")
+    print(f"commit {revision}; {about}")
     if path is not None:
         document = {
-            "commit": commit(),
+            "commit": revision,
             "machine": about,
             "settings": dict(settings),
             "figures": dict(figures),

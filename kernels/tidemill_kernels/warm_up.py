@@ -1,4 +1,4 @@
-"""Compile the CPU kernels before the first job is claimed."""
+"""Compile the CPU kernels and see that they run here, without a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidemill_kernels.silu import silu
 
 
 def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    """Run each CPU kernel once at the model's shape, so that serving never waits for a compiler."""
+    """Run each CPU kernel once. (A worker does so with its model: it rehearses a generation.)"""
     key = torch.zeros(1, num_kv_heads, head_dim)
     kv_cache = torch.zeros(1, 1, 2, num_kv_heads, block_size, head_dim)
     kv_write(key, key, kv_cache, 0, torch.zeros(1, dtype=torch.int64))

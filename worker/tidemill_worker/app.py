@@ -104,13 +104,12 @@ def build_model(settings: WorkerSettings) -> ServedModel:
     from transformers.utils import logging as transformers_logging
 
     from tidemill_kernels.openmp import release_threads
-    from tidemill_kernels.warm_up import warm_up
     from tidemill_worker.model.device import choose_device, choose_dtype, gpu_obstacle, machine_facts
     from tidemill_worker.model.kv_cache import KVCacheSpec
     from tidemill_worker.model.loader import end_of_text_tokens, load_model, stored_dtype
     from tidemill_worker.model.runner import ModelRunner
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device, settings.dtype, obstacle=gpu_obstacle())
@@ -123,7 +122,6 @@ def build_model(settings: WorkerSettings) -> ServedModel:
         context=model.config.max_position_embeddings,
         num_blocks=spec.num_blocks_in(_kv_cache_memory(settings, device)),
     )
-    warm_up(model.config.num_attention_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
     end_of_text = end_of_text_tokens(model)
     tokenizer = Tokenizer.from_pretrained(folder, vocab_size=model.config.vocab_size)
     runner = ModelRunner(model, _allocate(spec, config.num_blocks, device))
