@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import report
@@ -39,9 +40,40 @@ class Model:
     num_kv_heads: int
     head_dim: int
     num_layers: int = 4
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    def options(self, device: str) -> dict[str, Any]:
+        """The keywords of paged attention."""
+        return {
+            "scale": self.head_dim**-0.5,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": torch.linspace(-4, 4, self.num_heads, device=device) if self.has_sinks else None,
+        }
+
+    def keys_seen(self, rows: int, context: int) -> int:
+        """By the last `rows` rows of a context, all together."""
+        window = self.window or context
+        return sum(min(position + 1, window) for position in range(context - rows, context))
 
 
-MODELS = [Model("smollm2", 9, 3, 64), Model("llama8b", 32, 8, 128), Model("phi2", 32, 32, 80)]
+MODELS = [
+    Model("smollm2", 9, 3, 64),
+    Model("llama8b", 32, 8, 128),
+    Model("phi2", 32, 32, 80),
+    Model("falcon7b", 71, 1, 64),
+    Model("gemma2", 8, 4, 256, window=4096, softcap=50.0),
+    Model("gpt_oss", 64, 8, 64, window=128, has_sinks=True),
+]
+# Their windows and caps show at the lengths that are checked.
+OPTIONS_CHECKED = [
+    Model("window", 32, 8, 128, window=20),
+    Model("softcap", 8, 4, 256, softcap=0.5),
+    Model("sinks", 64, 8, 64, has_sinks=True),
+    Model("all", 9, 3, 64, window=33, softcap=0.5, has_sinks=True),
+]
 # (sequences, tokens of context, rows of each)
 CHECKED = [(1, 1, 1), (3, 37, 37), (7, 300, 1), (2, 129, 65), (5, 48, 17)]
 DECODES = [(32, 300), (256, 1024), (64, 4096)]
@@ -73,8 +105,8 @@ class Batch:
 
     def attend(self, tensors: tuple[Tensor, ...], layer: int, out: Tensor | None = None) -> Tensor:
         query, cache, starts, lengths, tables = tensors
-        scale = self.model.head_dim**-0.5
-        return paged_attention(query, cache, layer, starts, lengths, tables, scale=scale, out=out)
+        options = self.model.options(self.device)
+        return paged_attention(query, cache, layer, starts, lengths, tables, **options, out=out)
 
 
 def main() -> None:
@@ -87,7 +119,7 @@ def main() -> None:
     models = MODELS[:1] if arguments.quick else MODELS
     repeats = 5 if arguments.quick else 20
 
-    figures = check_numbers(models, list(TOLERANCES), "cuda")
+    figures = check_numbers(models + OPTIONS_CHECKED, list(TOLERANCES), "cuda")
     copy = copy_bandwidth(repeats)
     figures["copy_gb_per_s"] = copy / 1e9
     for model in models:
@@ -115,8 +147,8 @@ def attention_error(batch: Batch) -> float:
     torch.manual_seed(0)
     query, cache, starts, lengths, tables = tensors = batch.tensors()
     layer = batch.model.num_layers - 1
-    scale = batch.model.head_dim**-0.5
-    exact = paged_attention_reference(query, cache, layer, starts, lengths, tables, scale=scale)
+    options = batch.model.options(batch.device)
+    exact = paged_attention_reference(query, cache, layer, starts, lengths, tables, **options)
     return float((batch.attend(tensors, layer).double() - exact).abs().max())
 
 
@@ -138,11 +170,11 @@ def time_model(model: Model, copy: float, repeats: int) -> dict[str, float]:
     for sequences, context in DECODES:
         batch = Batch(model, torch.float16, sequences, context, 1, "cuda")
         seconds = time_attention(batch, repeats)
-        size = sequences * context * 2 * model.num_kv_heads * model.head_dim * 2
+        size = sequences * model.keys_seen(1, context) * 2 * model.num_kv_heads * model.head_dim * 2
         figures[f"decode_over_copy_{model.name}_{sequences}x{context}"] = size / seconds / copy
     sequences, context, rows = PREFILL
     seconds = time_attention(Batch(model, torch.float16, sequences, context, rows, "cuda"), repeats)
-    pairs = sequences * rows * (context - (rows - 1) / 2) * model.num_heads
+    pairs = sequences * model.keys_seen(rows, context) * model.num_heads
     figures[f"prefill_tflops_{model.name}"] = 4 * pairs * model.head_dim / seconds / 1e12
     return figures
 

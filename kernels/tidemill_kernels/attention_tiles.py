@@ -128,6 +128,27 @@ def add_values(
 
 
 @emitted
+def cap_scores(
+    typing_context: Any, scores: Any, scores_at: Any, num_keys: Any, cap: Any
+) -> tuple[Any, Generator]:
+    """Replace scores by cap * tanh(score). Those past `num_keys` are overwritten, up to a whole vector."""
+    signature = types.void(scores, types.int64, types.int64, types.float32)
+
+    def generate(
+        context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ...]
+    ) -> ir.Value | None:
+        _, _, num_keys, cap = args
+        row = _places(context, builder, signature, args, 0)
+        padded = simd.whole(builder, builder.add(num_keys, simd.size(LANES - 1)), LANES)
+        with simd.steps(builder, simd.size(0), padded, LANES) as key:
+            capped = simd.tanh(builder, simd.load(builder, row, key))
+            simd.store(builder, builder.fmul(capped, simd.splat(builder, cap)), row, key)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@emitted
 def exponentiate(
     typing_context: Any, scores: Any, scores_at: Any, num_keys: Any, maximum: Any
 ) -> tuple[Any, Generator]:

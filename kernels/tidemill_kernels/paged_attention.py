@@ -10,12 +10,20 @@ Shapes (T query rows of S sequences, H heads over G KV heads, D wide):
     query_starts    [S + 1] int32   rows of sequence s: query_starts[s] .. query_starts[s + 1] - 1
     context_lens    [S] int32       tokens of s in the cache, those of this step included
     block_tables    [S, max_blocks] int32
+    sinks           [H] float32
 
-The rows of a sequence are its last positions, consecutive; a row attends to the keys at positions
-0 up to its own. Slots past a row's position are never read.
+The rows of a sequence are its last positions, consecutive. A row at position p attends to the keys
+at positions 0 to p, or p - window + 1 to p if there is a window. The slots of other positions are
+never read, nor are table entries that name blocks of such slots only.
+
+The weights of a row are softmax(softcap * tanh(scale * query . key / softcap)), without softcap
+softmax(scale * query . key). A head's sink is one more logit in that softmax, which is neither scaled
+nor capped and has no value: the weights of the keys then add up to less than 1.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -30,27 +38,45 @@ def paged_attention(
     block_tables: Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of every query row over its own sequence's keys and values; returns `out`.
 
     CPU tensors are float32; CUDA tensors are float16, bfloat16 or float32. All are contiguous.
-    A row's result depends, to the bit, on its own query, keys and values only.
+    A row's result depends, to the bit, on its own query, keys and values only. On CUDA, a value of its
+    sequence that is NaN or infinite reaches it too if a row of the same tile sees it.
 
     Block ids and lengths are trusted: what they point at outside the cache is not checked.
 
     Raises:
         TypeError: a tensor has the wrong type.
-        ValueError: a tensor has the wrong shape, is not contiguous, or `layer` does not exist.
+        ValueError: a tensor has the wrong shape, is not contiguous, `layer` does not exist, or
+            `window` or `softcap` is not positive.
     """
     if out is None:
         out = torch.empty_like(query)
     _check(query, kv_cache, layer, query_starts, context_lens, block_tables, out)
+    _check_options(query, window, softcap, sinks)
     if query.is_cuda:
         from tidemill_kernels.paged_attention_triton import paged_attention as attend
     else:
         from tidemill_kernels.paged_attention_cpu import paged_attention as attend
-    attend(query, kv_cache, layer, query_starts, context_lens, block_tables, scale=scale, out=out)
+    attend(
+        query,
+        kv_cache,
+        layer,
+        query_starts,
+        context_lens,
+        block_tables,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+    )
     return out
 
 
@@ -63,23 +89,32 @@ def paged_attention_reference(
     block_tables: Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The definition, row by row, computed and returned in `dtype`."""
     block_size = kv_cache.shape[4]
     group = query.shape[1] // kv_cache.shape[3]
     out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    no_sinks = torch.full((query.shape[1],), -torch.inf)
+    sink = (no_sinks if sinks is None else sinks).to(query.device, dtype).unsqueeze(1)
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         num_rows = starts[sequence + 1] - starts[sequence]
         for row in range(num_rows):
             length = context_len - num_rows + row + 1
-            positions = torch.arange(length, device=query.device)
+            first = 0 if window is None else max(length - window, 0)
+            positions = torch.arange(first, length, device=query.device)
             blocks = block_tables[sequence].long()[positions // block_size]
             keys, values = kv_cache[blocks, layer, :, :, positions % block_size].to(dtype).unbind(1)
             token = starts[sequence] + row
             scores = torch.einsum("hd,thd->ht", query[token].to(dtype), keys.repeat_interleave(group, 1))
-            weights = torch.softmax(scores * scale, dim=-1)
+            scores *= scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = torch.softmax(torch.cat([scores, sink], dim=1), dim=-1)[:, :-1]
             out[token] = torch.einsum("ht,thd->hd", weights, values.repeat_interleave(group, 1))
     return out
 
@@ -116,3 +151,19 @@ def _check(
         )
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer {layer} of a cache of {num_layers} layers")
+
+
+def _check_options(query: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} keys")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"a softcap of {softcap}")
+    if sinks is None:
+        return
+    if sinks.dtype != torch.float32:
+        raise TypeError(f"sinks are float32, not {sinks.dtype}")
+    if sinks.shape != query.shape[1:2] or sinks.device != query.device or not sinks.is_contiguous():
+        raise ValueError(
+            f"sinks {tuple(sinks.shape)} on {sinks.device} do not fit query {tuple(query.shape)} on"
+            f" {query.device}, or are not contiguous"
+        )

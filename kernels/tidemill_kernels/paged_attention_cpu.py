@@ -5,6 +5,9 @@ The keys of a row are taken in chunks at absolute positions, with an online soft
 alone: products over the head dimension go to 8 lanes in turn, a tree adds the lanes, and keys are
 added one after another. So batches, tiles and threads leave no trace in the bits.
 
+Of a chunk, a row takes the keys in its window and touches no other, so that nothing has to be masked;
+chunks before the windows of all rows of a tile are skipped. A sink is where a row's softmax begins.
+
 Work is dealt out by tile, some neighbouring rows of one sequence, dearest first, and by KV head
 where there are few tiles. In a tile, a chunk of keys and values stays in the cache for all rows.
 While the keys are used, their values are prefetched, and with these the next keys: 22 ms instead
@@ -30,6 +33,7 @@ from tidemill_kernels.attention_tiles import (
     MAX_HEADS,
     NOTHING,
     add_values,
+    cap_scores,
     exponentiate,
     score_keys,
 )
@@ -38,6 +42,8 @@ from tidemill_kernels.openmp import run_on_threads
 
 _MAX_TILE = 16  # rows of one sequence that share a pass over its keys
 _ITEMS_PER_THREAD = 8  # enough that no thread waits long for the last one
+_ENDLESS = 2**62  # a window that no context fills
+_LOG2_E = math.log2(math.e)  # scores are kept in units of which one doubles a weight
 
 # What a thread is told: addresses and numbers.
 _CALL = np.dtype(
@@ -50,6 +56,7 @@ _CALL = np.dtype(
         ("tiles", np.int64),
         ("next_item", np.int64),
         ("out", np.int64),
+        ("sinks", np.int64),  # 0 if there are none
         ("layer", np.int64),
         ("num_tokens", np.int64),
         ("num_heads", np.int64),
@@ -62,7 +69,9 @@ _CALL = np.dtype(
         ("max_blocks", np.int64),
         ("num_tiles", np.int64),
         ("heads_per_item", np.int64),
+        ("window", np.int64),
         ("scale", np.float32),
+        ("softcap", np.float32),  # in units of the scores; 0 if there is none
     ]
 )
 
@@ -76,10 +85,14 @@ def paged_attention(
     block_tables: Tensor,
     *,
     scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """See `tidemill_kernels.paged_attention.paged_attention`."""
-    tiles, cost = _plan_tiles(query_starts.numpy(), context_lens.numpy())
+    window = min(window or _ENDLESS, _ENDLESS)
+    tiles, cost = _plan_tiles(query_starts.numpy(), context_lens.numpy(), window)
     tiles = tiles[np.argsort(-cost)]
     next_item = np.zeros(1, np.int64)
     num_blocks, _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
@@ -94,6 +107,7 @@ def paged_attention(
             tiles.ctypes.data,
             next_item.ctypes.data,
             out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             layer,
             query.shape[0],
             query.shape[1],
@@ -105,7 +119,10 @@ def paged_attention(
             *block_tables.shape,
             len(tiles),
             min(max(len(tiles) * num_kv_heads // items_wanted, 1), num_kv_heads),
-            scale * math.log2(math.e),
+            window,
+            # What is capped is in units of the cap.
+            scale / softcap if softcap else scale * _LOG2_E,
+            softcap * _LOG2_E if softcap else 0,
         ),
         dtype=_CALL,
     )
@@ -126,7 +143,9 @@ def compile_attention() -> Native:
 
 
 @compiled
-def _plan_tiles(query_starts: Ints, context_lens: Ints) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _plan_tiles(
+    query_starts: Ints, context_lens: Ints, window: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(sequence, first row, row past the last, keys of the first row) of each tile, and its cost."""
     num_tiles = 0
     for sequence in range(len(context_lens)):
@@ -141,7 +160,7 @@ def _plan_tiles(query_starts: Ints, context_lens: Ints) -> tuple[NDArray[np.int6
             last = min(first + _MAX_TILE, stop)
             length = context_lens[sequence] - (stop - first) + 1
             tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3] = sequence, first, last, length
-            cost[tile] = (last - first) * length
+            cost[tile] = (last - first) * min(length, window)
             tile += 1
     return tiles, cost
 
@@ -194,19 +213,25 @@ def _attend_tile(
     num_heads = (last_head - first_head) * group
     num_rows = tile[2] - tile[1]
     _begin(call, heads_at, num_rows, num_heads, state, out)
+    if call.sinks != 0:
+        _begin_with_sinks(call, first_head * group, num_rows, num_heads, state)
     head_floats = call.block_size * call.head_dim
     first_base = (call.layer * 2 * call.num_kv_heads + first_head) * head_floats
     end = tile[3] + num_rows - 1
     blocks = block_table[: (end + call.block_size - 1) // call.block_size]
-    for start in range(0, end, CHUNK):
+    for start in range(max(tile[3] - call.window, 0) // CHUNK * CHUNK, end, CHUNK):
         first_row = max(start + 1 - tile[3], 0)
-        offset = start % call.block_size
+        last_row = min(start + CHUNK + call.window - tile[3], num_rows)
+        chunk_offset = start % call.block_size
         here = blocks[start // call.block_size :]
         next_chunk = blocks[(start + CHUNK) // call.block_size :]
         for head in range(0, num_heads, group):
             base = first_base + head // group * head_floats
-            for row in range(first_row, num_rows):
-                num_keys = min(CHUNK, tile[3] + row - start)
+            for row in range(first_row, last_row):
+                skipped = max(tile[3] + row - call.window - start, 0)
+                num_keys = min(CHUNK, tile[3] + row - start) - skipped
+                skipped_blocks, offset = _locate(chunk_offset + skipped, call.block_size)
+                row_blocks = here[skipped_blocks:]
                 for h in range(head, head + group, MAX_HEADS):
                     heads = min(MAX_HEADS, head + group - h)
                     at = (heads_at + row * call.num_heads + h) * call.head_dim
@@ -214,11 +239,11 @@ def _attend_tile(
                     prefetch = row == first_row and h == head
                     next_blocks, next_base = blocks[:0], base
                     if prefetch and head + group < num_heads:
-                        next_blocks, next_base = here, base + head_floats
+                        next_blocks, next_base = row_blocks, base + head_floats
                     elif prefetch:
-                        next_blocks, next_base = next_chunk, first_base
+                        next_blocks, next_base = next_chunk[skipped_blocks:], first_base
                     _score_chunk(
-                        call, heads, query, at, kv_cache, base, here, offset, num_keys, prefetch, scores
+                        call, heads, query, at, kv_cache, base, row_blocks, offset, num_keys, prefetch, scores
                     )
                     _weigh_chunk(call, heads, num_keys, scores, state[row, h:], out, at)
                     _add_chunk(
@@ -227,7 +252,7 @@ def _attend_tile(
                         scores,
                         kv_cache,
                         base,
-                        here,
+                        row_blocks,
                         offset,
                         num_keys,
                         next_base,
@@ -246,6 +271,24 @@ def _begin(call: Any, heads_at: int, num_rows: int, num_heads: int, state: Float
             state[row, head, 1] = 0
         at = (heads_at + row * call.num_heads) * call.head_dim
         out[at : at + num_heads * call.head_dim] = 0
+
+
+@part
+def _begin_with_sinks(call: Any, first_head: int, num_rows: int, num_heads: int, state: Floats) -> None:
+    """A sink is the first score of its head's rows: the greatest so far, of weight 1."""
+    sinks = carray(pointer(call.sinks, np.float32), call.num_heads)
+    for row in range(num_rows):
+        for head in range(num_heads):
+            state[row, head, 0] = sinks[first_head + head] * np.float32(_LOG2_E)
+            state[row, head, 1] = 1
+
+
+@part
+def _locate(offset: int, block_size: int) -> tuple[int, int]:
+    """Block and offset in it of the slot `offset` slots behind the beginning of a block."""
+    if offset < block_size:  # so always without a window; a division would take its time
+        return 0, offset
+    return offset // block_size, offset % block_size
 
 
 @part
@@ -290,8 +333,10 @@ def _score_chunk(
 def _weigh_chunk(
     call: Any, heads: int, num_keys: int, scores: Floats, state: Floats, out: Floats, at: int
 ) -> None:
-    """Make weights of the scores, and bring earlier sums down to the new greatest score."""
+    """Make weights of the scores, capped if so wished, and bring earlier sums down to the new greatest."""
     for h in range(heads):
+        if call.softcap != 0:
+            cap_scores(scores, h * CHUNK, num_keys, call.softcap)
         maximum, total, factor = exponentiate(scores, h * CHUNK, num_keys, state[h, 0])
         state[h, 0] = maximum
         state[h, 1] = state[h, 1] * factor + total

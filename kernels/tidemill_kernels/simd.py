@@ -10,6 +10,7 @@ generators of numba intrinsics, where Python loops unroll.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -92,8 +93,7 @@ def constant(value: float, like: ir.Value) -> ir.Constant:
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """The sum a * b + c, rounded once."""
-    name = f"llvm.fma.v{LANES}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
-    return _call(builder, name, a.type, [a, b, c])
+    return _call(builder, _named("fma", a), a.type, [a, b, c])
 
 
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -102,16 +102,45 @@ def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2**x for x <= 0, of a float or a vector; exactly 1 at 0, 0 below -126, NaN for NaN."""
+    fraction, scale = _split(builder, x)
+    result = builder.fmul(_polynomial(builder, _EXP2, fraction), scale)
+    return builder.select(builder.fcmp_ordered("<", x, constant(_EXP2_LOWEST, x)), constant(0.0, x), result)
+
+
+def tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """The hyperbolic tangent of a float or a vector, to 4 units in the last place; NaN for NaN.
+
+    With e = exp(-2 |x|) - 1, which cannot overflow, it is -e / (e + 2) with the sign of x. e is the
+    sum of scale * (2**fraction - 1) and scale - 1: near 0 the second is 0, and the first exact to
+    its last places because the polynomial's 1 is left out.
+    """
+    magnitude = _call(builder, _named("fabs", x), x.type, [x])
+    power = builder.fmul(magnitude, constant(-2 * math.log2(math.e), x))
+    fraction, scale = _split(builder, power)
+    above_one = builder.fmul(_polynomial(builder, _EXP2[1:], fraction), fraction)
+    e = fma(builder, above_one, scale, builder.fsub(scale, constant(1.0, x)))
+    gone = builder.fcmp_ordered("<", power, constant(_EXP2_LOWEST, x))
+    e = builder.select(gone, constant(-1.0, x), e)
+    result = builder.fdiv(e, builder.fadd(e, constant(2.0, x)))
+    return _call(builder, _named("copysign", x), x.type, [result, x])
+
+
+def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The fraction f in [-0.5, 0.5] and 2**n with f + n = x, for -126 <= x <= 0."""
     shifted = builder.fadd(x, constant(_ROUND, x))
     fraction = builder.fsub(x, builder.fsub(shifted, constant(_ROUND, x)))
-    power = constant(_EXP2[-1], x)
-    for coefficient in reversed(_EXP2[:-1]):
-        power = fma(builder, power, fraction, constant(coefficient, x))
     bits = ir.VectorType(INT, LANES) if isinstance(x.type, ir.VectorType) else INT
     exponent = builder.add(builder.bitcast(shifted, bits), constant(127, builder.bitcast(shifted, bits)))
     exponent = builder.shl(exponent, constant(23, exponent))
-    result = builder.fmul(power, builder.bitcast(exponent, x.type))
-    return builder.select(builder.fcmp_ordered("<", x, constant(_EXP2_LOWEST, x)), constant(0.0, x), result)
+    return fraction, builder.bitcast(exponent, x.type)
+
+
+def _polynomial(builder: ir.IRBuilder, coefficients: Sequence[float], x: ir.Value) -> ir.Value:
+    """The sum of coefficients[i] * x**i, by Horner's rule."""
+    power = constant(coefficients[-1], x)
+    for coefficient in reversed(coefficients[:-1]):
+        power = fma(builder, power, x, constant(coefficient, x))
+    return power
 
 
 def sum_lanes(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
@@ -178,6 +207,11 @@ def zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
     for variable in slots:
         builder.store(ir.Constant(VECTOR, [0.0] * LANES), variable)
     return slots
+
+
+def _named(function: str, like: ir.Value) -> str:
+    """Name of the LLVM intrinsic of floats, or of vectors."""
+    return f"llvm.{function}.v{LANES}f32" if isinstance(like.type, ir.VectorType) else f"llvm.{function}.f32"
 
 
 def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:

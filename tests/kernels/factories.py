@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,18 @@ class Model:
     num_kv_heads: int = 3
     head_dim: int = 64
     num_layers: int = 2
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """From far below the scores of random tokens to above them."""
+        return torch.linspace(-4, 4, self.num_heads) if self.has_sinks else None
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,9 @@ class Batch:
     context_lens: Tensor
     block_tables: Tensor
     scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, int, Tensor, Tensor, Tensor]:
@@ -61,7 +73,16 @@ class Batch:
             self.block_tables,
         )
 
-    def with_(self, **changes: Tensor | int | float) -> Batch:
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
+
+    def with_(self, **changes: Tensor | int | float | None) -> Batch:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -99,8 +120,9 @@ def make_batch(
 ) -> Batch:
     """A batch of rows `start` to `stop` - 1 of each (tokens, start, stop).
 
-    Blocks are dealt out in random order. All that is not a key or value below `stop` is NaN: other
-    layers, the rest of the last block, block 0 (to which unused table entries point), the guards.
+    Blocks are dealt out in random order. All that is not a key or value of a row's window is NaN:
+    other layers, the rest of the first and last block, block 0 (to which unused table entries point,
+    those before all windows too), the guards.
     """
     dtype = parts[0][0].query.dtype
     needed = [-(-stop // block_size) for _, _, stop in parts]
@@ -112,13 +134,14 @@ def make_batch(
         (num_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim), dtype
     )
     tables = torch.zeros(len(parts), max(needed) + 2, dtype=torch.int32)
-    for sequence, (tokens, _, stop) in enumerate(parts):
+    for sequence, (tokens, start, stop) in enumerate(parts):
         blocks = torch.tensor([free.pop() for _ in range(needed[sequence])])
-        tables[sequence, : len(blocks)] = blocks
-        positions = torch.arange(stop)
+        seen = 0 if model.window is None else max(start + 1 - model.window, 0)
+        tables[sequence, seen // block_size : len(blocks)] = blocks[seen // block_size :]
+        positions = torch.arange(seen, stop)
         block, offset = blocks[positions // block_size], positions % block_size
-        kv_cache[block, layer, 0, :, offset] = tokens.key[:stop]
-        kv_cache[block, layer, 1, :, offset] = tokens.value[:stop]
+        kv_cache[block, layer, 0, :, offset] = tokens.key[seen:stop]
+        kv_cache[block, layer, 1, :, offset] = tokens.value[seen:stop]
     rows = torch.cat([tokens.query[start:stop] for tokens, start, stop in parts])
     query = guarded(rows.shape, dtype)
     query.copy_(rows)
@@ -131,4 +154,7 @@ def make_batch(
         context_lens=torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
         block_tables=tables,
         scale=model.scale,
+        window=model.window,
+        softcap=model.softcap,
+        sinks=model.sinks,
     )

@@ -28,6 +28,17 @@ ATTENTION = {
     "width-13": (Model(2, 1, 13), 5, torch.float32),
     "block-1": (Model(2, 2, 16), 1, torch.float32),
     "block-100": (Model(2, 1, 32), 100, torch.float32),
+    "window": (Model(4, 2, 32, window=20), 16, torch.float32),
+    "window-1": (Model(3, 1, 16, window=1), 16, torch.float32),
+    "window-64": (Model(2, 1, 64, window=64), 16, torch.float32),
+    "window-unfilled": (Model(2, 1, 16, window=2**40), 16, torch.float32),
+    "softcap": (Model(4, 2, 32, softcap=1.5), 16, torch.float32),
+    "softcap-tiny": (Model(4, 2, 32, softcap=1e-3), 16, torch.float32),
+    "softcap-large": (Model(4, 2, 32, softcap=1e4), 16, torch.float32),
+    "sinks": (Model(4, 2, 32, has_sinks=True), 16, torch.float32),
+    "all": (Model(6, 2, 80, window=33, softcap=0.7, has_sinks=True), 16, torch.float32),
+    "all-group-71": (Model(71, 1, 16, window=33, softcap=0.7, has_sinks=True), 16, torch.float32),
+    "all-half": (Model(8, 1, 64, window=33, softcap=0.7, has_sinks=True), 16, torch.float16),
 }
 WRITES = {
     "smollm2": (Model(9, 3, 64), 16, torch.float32),
@@ -48,7 +59,7 @@ def mixed_batch(model: Model, block_size: int, dtype: torch.dtype) -> Batch:
 
 def attend(batch: Batch) -> torch.Tensor:
     out = guarded(batch.query.shape, batch.query.dtype)
-    paged_attention_triton.paged_attention(*batch.tensors, scale=batch.scale, out=out)
+    paged_attention_triton.paged_attention(*batch.tensors, **batch.options, out=out)
     assert guards_hold(out)
     return out
 
@@ -56,7 +67,7 @@ def attend(batch: Batch) -> torch.Tensor:
 def attention_error(model: Model, block_size: int, dtype: torch.dtype) -> float:
     """Greatest distance from the definition; NaN if anything was read that should not be."""
     batch = mixed_batch(model, block_size, dtype)
-    expected = paged_attention_reference(*batch.tensors, scale=batch.scale)
+    expected = paged_attention_reference(*batch.tensors, **batch.options)
     return float((attend(batch).double() - expected).abs().max())
 
 

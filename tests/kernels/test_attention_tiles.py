@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tidemill_kernels.attention_tiles import CHUNK, NOTHING, add_values, exponentiate, score_keys
+from tidemill_kernels.attention_tiles import CHUNK, NOTHING, add_values, cap_scores, exponentiate, score_keys
 from tidemill_kernels.jit import Floats, part
 
 
@@ -23,6 +23,11 @@ def run_add(heads: int, weights: Floats, values: Floats, num_keys: int, head_dim
 def run_exponentiate(scores: Floats, num_keys: int, maximum: float) -> tuple[float, float, float]:
     result: tuple[float, float, float] = exponentiate(scores, 0, num_keys, maximum)
     return result
+
+
+@part
+def run_cap(scores: Floats, at: int, num_keys: int, cap: float) -> None:
+    cap_scores(scores, at, num_keys, cap)
 
 
 def whole_numbers(*shape: int) -> Floats:
@@ -78,3 +83,42 @@ def test_a_score_that_is_no_number_makes_the_sum_none() -> None:
         scores = np.zeros(CHUNK, np.float32)
         scores[5:6] = np.array([bits], np.uint32).view(np.float32)
         assert np.isnan(run_exponentiate(scores, 8, np.float32(0))[1])
+
+
+def test_scores_are_capped_by_a_tangent_to_its_last_places() -> None:
+    chance = np.random.default_rng(2)
+    scores = np.concatenate(
+        [
+            chance.uniform(-10, 10, 40 * CHUNK),
+            chance.uniform(-0.5, 0.5, 40 * CHUNK),
+            np.exp(chance.uniform(-80, 5, 40 * CHUNK)) * chance.choice([-1, 1], 40 * CHUNK),
+        ]
+    ).astype(np.float32)
+    exact = np.tanh(scores.astype(np.float64))
+    for at in range(0, len(scores), CHUNK):
+        run_cap(scores, at, CHUNK, np.float32(1))
+    assert (np.abs(scores - exact) <= 4 * np.spacing(np.abs(exact).astype(np.float32))).all()
+
+
+def test_a_cap_keeps_what_is_special() -> None:
+    special = np.array([0, -0.0, np.inf, -np.inf, np.nan, -1e30], np.float32)
+    scores = np.zeros(CHUNK, np.float32)
+    scores[: len(special)] = special
+    run_cap(scores, 0, len(special), np.float32(3))
+    np.testing.assert_array_equal(scores[: len(special)], np.array([0, -0.0, 3, -3, np.nan, -3], np.float32))
+    assert np.signbit(scores[:2]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("num_keys", [1, 7, 8, 9, 63, 64])
+def test_a_capped_score_has_the_same_bits_wherever_it_stands(num_keys: int) -> None:
+    scores = np.random.default_rng(3).uniform(-3, 3, CHUNK).astype(np.float32)
+    together = scores.copy()
+    run_cap(together, 0, num_keys, np.float32(2))
+    for key in range(num_keys):
+        alone = np.full(CHUNK, np.nan, np.float32)
+        alone[0] = scores[key]
+        run_cap(alone, 0, 1, np.float32(2))
+        assert alone[0] == together[key]
+    # Nothing beyond a whole vector is touched.
+    padded = -(-num_keys // 8) * 8
+    assert np.array_equal(together[padded:], scores[padded:])

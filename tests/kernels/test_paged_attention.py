@@ -20,6 +20,11 @@ SHAPES = [
     (8, 1, 80, 8),
     (14, 2, 64, 16),
     (6, 6, 80, 32),
+    (5, 1, 24, 16),
+    (10, 2, 48, 16),
+    (7, 1, 72, 16),
+    (4, 2, 96, 16),
+    (4, 4, 192, 8),
     (16, 1, 256, 16),
     (71, 1, 64, 16),
     (6, 2, 4, 16),
@@ -31,11 +36,11 @@ SHAPES = [
 
 
 def exact(batch: Batch) -> torch.Tensor:
-    return paged_attention_reference(*batch.tensors, scale=batch.scale)
+    return paged_attention_reference(*batch.tensors, **batch.options)
 
 
 def attend(batch: Batch) -> torch.Tensor:
-    return paged_attention(*batch.tensors, scale=batch.scale)
+    return paged_attention(*batch.tensors, **batch.options)
 
 
 def mixed_batch(model: Model, *, block_size: int = 16, sharp: float = 1.0) -> Batch:
@@ -88,7 +93,7 @@ def test_the_reference_is_softmax_attention() -> None:
 def test_out_is_filled_and_nothing_beside_it() -> None:
     batch = mixed_batch(Model(14, 2, 40))
     out = guarded(batch.query.shape)
-    result = paged_attention(*batch.tensors, scale=batch.scale, out=out)
+    result = paged_attention(*batch.tensors, **batch.options, out=out)
     assert result is out
     assert torch.equal(out, attend(batch))
     assert guards_hold(out)

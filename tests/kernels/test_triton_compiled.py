@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 ATTENTION_POINTERS = {
     "query_ptr": None,
     "kv_cache_ptr": None,
@@ -23,14 +23,18 @@ ATTENTION_POINTERS = {
     "context_lens_ptr": "i32",
     "block_tables_ptr": "i32",
     "out_ptr": None,
+    "sinks_ptr": "fp32",
 }
 ATTENTION_NUMBERS = {
-    "scale_log2": "fp32",
+    "scale": "fp32",
+    "softcap": "fp32",
+    "window": "i32",
     "num_sequences": "i32",
     "max_blocks": "i32",
     "num_layers": "i32",
     "layer": "i32",
 }
+OPTIONS = ("sinks_ptr", "softcap", "window")
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,15 @@ def compile_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile
     def compile_(
         kernel: Any, pointers: dict[str, str], numbers: dict[str, str], constants: dict[str, Any], target: int
     ) -> Compiled:
-        names = [*pointers, *numbers, *constants]
         options = {key: constants[key] for key in ("num_warps", "num_stages") if key in constants}
-        names = [name for name in names if name not in options]
-        signature = {name: "constexpr" for name in names}
-        signature |= {name: "*" + type_ for name, type_ in pointers.items()} | numbers
+        types = {name: "*" + type_ for name, type_ in pointers.items()} | numbers
+        types |= {name: "constexpr" for name in constants}
+        places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
         source = ASTSource(
             fn=kernel,
-            signature=signature,
-            constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
-            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))},
+            signature={name: types[name] for name in places},
+            constexprs={places[name]: constants[name] for name in places if name in constants},
+            attrs={places[name]: [["tt.divisibility", 16]] for name in pointers if name not in constants},
         )
         result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         cubin = folder / "kernel.cubin"
@@ -93,24 +96,28 @@ def compile_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile
         yield compile_
 
 
-@pytest.mark.parametrize("target", [80, 90])
-@pytest.mark.parametrize("dtype", TYPES, ids=TYPES.get)
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128), (32, 32, 80), (8, 1, 256)]
-)
-def test_attention(
-    compile_kernel: Compile, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, target: int
-) -> None:
+def compile_attention(
+    compile_kernel: Compile,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    target: int,
+    options: Sequence[str] = (),
+) -> Compiled:
+    """For (heads, KV heads, head_dim), with the options named and without the others."""
     from tidemill_kernels.paged_attention_triton import attention_kernel, launch_constants
 
+    num_heads, num_kv_heads, head_dim = shape
     kv_cache = torch.empty(1, 1, 2, num_kv_heads, 16, head_dim, dtype=dtype)
-    compiled = compile_kernel(
+    return compile_kernel(
         attention_kernel,
         {name: type_ or TYPES[dtype] for name, type_ in ATTENTION_POINTERS.items()},
         ATTENTION_NUMBERS,
-        launch_constants(num_heads, kv_cache),
+        launch_constants(num_heads, kv_cache) | {name: None for name in OPTIONS if name not in options},
         target,
     )
+
+
+def assert_good(compiled: Compiled, dtype: torch.dtype, target: int) -> None:
     # Nothing is spilled, and it fits.
     assert (compiled.stack, compiled.local) == (0, 0)
     assert compiled.shared <= SHARED_LIMITS[target]
@@ -121,6 +128,56 @@ def test_attention(
     assert compiled.count(r"cp\.async\.c[ag]\.shared\.global \[[^,]+\], \[[^,]+\], (?:0x10|16)") >= 8
     assert compiled.count(r"ld\.global\.v4\.b32") >= 1
     assert compiled.count(r"st\.global\.v[24]\.b32") >= 1
+
+
+@pytest.mark.parametrize("target", [80, 90])
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPES.get)
+@pytest.mark.parametrize("shape", [(9, 3, 64), (32, 8, 128), (32, 32, 80), (8, 1, 256)])
+def test_attention(
+    compile_kernel: Compile, shape: tuple[int, int, int], dtype: torch.dtype, target: int
+) -> None:
+    assert_good(compile_attention(compile_kernel, shape, dtype, target), dtype, target)
+
+
+@pytest.mark.parametrize("target", SHARED_LIMITS)
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype"),
+    [
+        ((64, 8, 64), ("window", "sinks_ptr"), torch.bfloat16),
+        ((8, 4, 256), ("window", "softcap"), torch.bfloat16),
+        ((8, 4, 256), ("window", "softcap"), torch.float32),
+        ((32, 8, 128), OPTIONS, torch.float16),
+        ((32, 8, 128), OPTIONS, torch.float32),
+    ],
+    ids=["gpt_oss", "gemma2", "gemma2-fp32", "all", "all-fp32"],
+)
+def test_attention_with_options(
+    compile_kernel: Compile,
+    shape: tuple[int, int, int],
+    options: Sequence[str],
+    dtype: torch.dtype,
+    target: int,
+) -> None:
+    assert_good(compile_attention(compile_kernel, shape, dtype, target, options), dtype, target)
+
+
+@pytest.mark.parametrize("target", SHARED_LIMITS)
+def test_many_query_heads_of_one_kv_head(compile_kernel: Compile, target: int) -> None:
+    compiled = compile_attention(compile_kernel, (71, 1, 64), torch.float16, target)
+    assert (compiled.stack, compiled.local) == (0, 0)
+    assert compiled.shared <= SHARED_LIMITS[target]
+    assert compiled.count(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma") >= 4
+
+
+def test_what_a_model_does_without_costs_nothing(compile_kernel: Compile) -> None:
+    plain = compile_attention(compile_kernel, (9, 3, 64), torch.float16, 80)
+    capped = compile_attention(compile_kernel, (9, 3, 64), torch.float16, 80, ("softcap",))
+    exponentials, divisions = r"ex2\.approx", r"div\.full"
+    assert 0 < plain.count(exponentials) < capped.count(exponentials)
+    assert 0 < plain.count(divisions) < capped.count(divisions)
+    # Nor does the kernel without options take their arguments.
+    with_all = compile_attention(compile_kernel, (9, 3, 64), torch.float16, 80, OPTIONS)
+    assert with_all.count(r"\.param \.") == plain.count(r"\.param \.") + len(OPTIONS)
 
 
 @pytest.mark.parametrize("target", [80, 90])

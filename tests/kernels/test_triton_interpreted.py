@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 # In half precision weights and results are rounded to 11 bits, of values up to about 4.
-TOLERANCES = {"half": 2e-3, "group-1": 2e-3, "group-8": 2e-3}
+TOLERANCES = {"half": 2e-3, "group-1": 2e-3, "group-8": 2e-3, "all-half": 2e-3}
 ATTENTION = [
     "smollm2",
     "half",
@@ -26,6 +26,17 @@ ATTENTION = [
     "width-13",
     "block-1",
     "block-100",
+    "window",
+    "window-1",
+    "window-64",
+    "window-unfilled",
+    "softcap",
+    "softcap-tiny",
+    "softcap-large",
+    "sinks",
+    "all",
+    "all-group-71",
+    "all-half",
     "far",
 ]
 WRITES = ["smollm2", "half", "bfloat", "width-13", "far"]
@@ -35,7 +46,7 @@ WRITES = ["smollm2", "half", "bfloat", "width-13", "far"]
 def report() -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.kernels.interpreted"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
     parsed: dict[str, dict[str, Any]] = json.loads(run.stdout)
     return parsed
