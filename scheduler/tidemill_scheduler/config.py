@@ -25,7 +25,7 @@ class SchedulerConfig:
     """Tokens computed in one step, over all sequences."""
     enable_prefix_caching: bool = True
     """Share full blocks between sequences of equal beginnings. When off, a preempted sequence may
-    still find its own."""
+    still find its own, and forks of one prompt share theirs."""
     enable_chunked_prefill: bool = True
     """Compute a long prompt over several steps."""
     max_prefill_chunk: int = 512

@@ -51,7 +51,7 @@ class StepPlan:
     swap_in: tuple[BlockCopy, ...] = ()
     """From the CPU tier's blocks to the device's."""
     block_copies: tuple[BlockCopy, ...] = ()
-    """Between the device's blocks."""
+    """Between the device's blocks. No target is the source or target of another."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +66,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan that has not returned yet, and the sequence of each of its rows."""
+    """A plan that has not returned yet, the sequence of each of its rows and of each block copy."""
 
     plan: StepPlan
     sequences: tuple[Sequence, ...]
+    forks: tuple[Sequence, ...] = ()

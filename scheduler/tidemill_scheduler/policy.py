@@ -32,10 +32,15 @@ def choose_victim(candidates: Iterable[Sequence]) -> Sequence:
 def may_displace(waiting: Sequence, running: Sequence) -> bool:
     """Whether a waiting sequence may take the place of a running one.
 
-    Only of one lower in priority, since equals would displace each other in turn; and only of one
-    behind it in the order, so that age protects.
+    Only of one lower in priority, since equals would displace each other in turn; only of one behind
+    it in the order, so that age protects; and not of the sibling whose blocks it is about to share.
     """
-    return running.priority > waiting.priority and running.rank > waiting.rank and not running.is_complete
+    return (
+        running.priority > waiting.priority
+        and running.rank > waiting.rank
+        and not running.is_complete
+        and running is not waiting.parent
+    )
 
 
 def may_overtake(blocked: Iterable[Sequence], *, max_overtakes: int) -> bool:

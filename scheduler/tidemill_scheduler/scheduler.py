@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from tidemill_scheduler import policy
-from tidemill_scheduler.block_pool import BlockPool, extend_chain, private_root, shared_root
+from tidemill_scheduler.block_pool import BlockPool, private_root, shared_root
 from tidemill_scheduler.config import SchedulerConfig
+from tidemill_scheduler.copies import PlannedCopies
 from tidemill_scheduler.errors import DuplicateSequence, IntegrityError, NeverFits
-from tidemill_scheduler.integrity import check_flights, check_sequences
+from tidemill_scheduler.integrity import check_flights, check_sequences, check_shared_blocks
 from tidemill_scheduler.plan import Flight, Row, StepPlan
-from tidemill_scheduler.sequence import BlockId, Sequence, SequenceId, SequenceState
+from tidemill_scheduler.prefix import Prefix, find_prefix, register
+from tidemill_scheduler.sequence import BlockHash, BlockId, Sequence, SequenceId, SequenceState
 from tidemill_scheduler.waiting import WaitingQueue
 
 _ADMISSION_WINDOW = 16
@@ -40,7 +42,8 @@ class Scheduler:
         self.num_recomputed_tokens = 0
         """Tokens computed once more because a preemption lost them."""
         self.num_prefix_query_tokens = 0
-        """Tokens looked up in the prefix cache, each sequence once, at its first admission."""
+        """Tokens looked up in the prefix cache, each sequence once, at its first admission. Neither
+        those that fork nor those that compute their prompt ask."""
         self.num_prefix_hit_tokens = 0
         """Those of them that were found."""
         self._pool = BlockPool(config.num_blocks)
@@ -48,6 +51,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order of service
         self._waiting = WaitingQueue()
         self._flights: deque[Flight] = deque()
+        self._copies = PlannedCopies(self._pool)
         self._next_step = 0
         self._num_arrivals = 0
 
@@ -77,20 +81,29 @@ class Scheduler:
         Raises:
             NeverFits: if it could not be finished even with all memory to itself.
             DuplicateSequence: if one with its id has not finished yet.
-            ValueError: if this very object was added before; make a new one.
+            ValueError: if this very object was added before (make a new one), or if the prompt or the
+                salt is not that of the sibling it forks from.
         """
         if sequence.id in self._sequences:
             raise DuplicateSequence(f"sequence {sequence.id} has not finished yet")
         if sequence.arrival >= 0:
             raise ValueError(f"sequence {sequence.id} has been scheduled before, make a new one")
         self._refuse_what_never_fits(sequence)
+        parent = None if sequence.fork_of is None else self._sequences.get(sequence.fork_of)
+        if parent is not None:
+            sequence.fork_from(parent)
         sequence.arrival = self._num_arrivals
         sequence.rank = policy.rank(sequence, step=self._next_step, ageing_steps=self.config.ageing_steps)
-        shared = self.config.enable_prefix_caching
-        sequence.chain_root = shared_root(sequence.salt) if shared else private_root(sequence.arrival)
+        sequence.chain_root = self._chain_root(sequence)
         self._num_arrivals += 1
         self._sequences[sequence.id] = sequence
         self._waiting.push(sequence)
+
+    def _chain_root(self, sequence: Sequence) -> BlockHash:
+        if sequence.parent is not None:
+            return sequence.parent.chain_root
+        shared = self.config.enable_prefix_caching
+        return shared_root(sequence.salt) if shared else private_root(sequence.arrival)
 
     def _refuse_what_never_fits(self, sequence: Sequence) -> None:
         limits = {"max_model_len": self.config.max_model_len, "kv_cache_tokens": self.config.kv_cache_tokens}
@@ -137,7 +150,7 @@ class Scheduler:
                 received.append(row.sequence)
             num_full_blocks = (row.start + row.count) // block_size
             if num_full_blocks > sequence.num_hashed_blocks and step_id >= sequence.table_step:
-                self._register(sequence, num_full_blocks)
+                register(sequence, num_full_blocks, self._pool, block_size)
         self._pool.release(step_id)
         return received
 
@@ -153,7 +166,8 @@ class Scheduler:
         if was_running:
             self._leave(sequence)
         else:
-            self._waiting.note_finished()
+            self._waiting.note_finished(sequence)
+        self._waiting.release_forks(sequence)
 
     def preempt(self, sequence_id: SequenceId) -> None:
         """Send a running sequence back to the waiting; what it loses is recomputed.
@@ -175,7 +189,9 @@ class Scheduler:
         """
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
         check_sequences(self._running, self._pool, self.config.block_size)
+        check_shared_blocks(self._running, self._pool, self.config.block_size)
         check_flights(self._flights, self._pool, self.config.block_size)
+        self._waiting.check_integrity()
         if len(self._running) + len(self._waiting) != len(self._sequences):
             raise IntegrityError("running and waiting sequences are not all sequences")
         if len(self._running) > self.config.max_num_seqs:
@@ -185,10 +201,13 @@ class Scheduler:
         """Put waiting sequences in the place of running ones that are lower in priority."""
         while self._running and (head := self._waiting.head()) and head.rank < self._running[-1].rank:
             victims = [running for running in self._running if policy.may_displace(head, running)]
-            if not victims or not self._make_way(head, victims):
+            if not victims:
                 return
-            self._waiting.pop()
-            self._place(head, self._match(head))
+            self._waiting.pop()  # first, since forks of its victims may come to stand before it
+            if not self._make_way(head, victims):
+                self._waiting.push(head)
+                return
+            self._place(head, self._find_prefix(head))
 
     def _make_way(self, newcomer: Sequence, victims: list[Sequence]) -> bool:
         """Preempt as many of these as it takes to place a newcomer; say whether it can be placed now.
@@ -196,11 +215,11 @@ class Scheduler:
         Nobody is preempted in vain: neither if all of them hold too little, nor for blocks that come
         out of quarantine by themselves.
         """
-        matched = self._match(newcomer)  # what a victim lets go of stays known, so this holds throughout
-        wanted = self._missing_blocks(newcomer, matched) - self._pool.num_quarantined
-        if not self._pool.can_reclaim(wanted, [victim.block_table for victim in victims], matched):
+        prefix = self._find_prefix(newcomer)  # holds throughout: what a victim lets go of stays known
+        wanted = self._missing_blocks(newcomer, prefix) - self._pool.num_quarantined
+        if not self._pool.can_reclaim(wanted, [victim.block_table for victim in victims], prefix.blocks):
             return False
-        while (missing := self._missing_blocks(newcomer, matched)) > 0 or not self._has_slot:
+        while (missing := self._missing_blocks(newcomer, prefix)) > 0 or not self._has_slot:
             if not victims or (self._has_slot and missing <= self._pool.num_quarantined):
                 return False
             victims.remove(victim := policy.choose_victim(victims))
@@ -245,11 +264,11 @@ class Scheduler:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
-            matched = self._match(sequence)
-            if self._missing_blocks(sequence, matched) > 0:
+            prefix = self._find_prefix(sequence)
+            if self._missing_blocks(sequence, prefix) > 0:
                 blocked.append(sequence)
                 continue
-            self._place(sequence, matched)
+            self._place(sequence, prefix)
             ready.append(sequence)
             tokens -= self._demand(sequence)
             for passed in blocked:
@@ -270,36 +289,36 @@ class Scheduler:
     def _has_slot(self) -> bool:
         return len(self._running) < self.config.max_num_seqs
 
-    def _match(self, sequence: Sequence) -> list[BlockId]:
-        """Cached blocks that hold a waiting sequence's beginning, all but its last token at most."""
-        block_size = self.config.block_size
-        num_blocks = min((sequence.num_tokens - 1) // block_size, len(sequence.token_ids) // block_size)
-        self._extend_chain(sequence, num_blocks)
-        return self._pool.match(sequence.block_hashes[:num_blocks])
+    def _find_prefix(self, sequence: Sequence) -> Prefix:
+        return find_prefix(sequence, self._pool, self.config.block_size)
 
-    def _missing_blocks(self, sequence: Sequence, matched: list[BlockId]) -> int:
+    def _missing_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
         """Blocks that would have to become free for a waiting sequence to be placed; 0 or less if none."""
-        needed = self._blocks_for(sequence.num_tokens) - len(matched)
-        return needed - (self._pool.num_free - self._pool.count_free(matched))
+        needed = self._blocks_for(sequence.num_tokens) - len(prefix.blocks)
+        return needed - (self._pool.num_free - self._pool.count_free(prefix.blocks))
 
-    def _place(self, sequence: Sequence, matched: list[BlockId]) -> None:
+    def _place(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence memory for all its known tokens, and let it run."""
-        self._pool.acquire(matched)
-        new = self._pool.allocate(self._blocks_for(sequence.num_tokens) - len(matched))
-        self._set_table(sequence, matched + new)
-        sequence.num_hashed_blocks = len(matched)
-        sequence.num_computed_tokens = len(matched) * self.config.block_size
+        self._pool.acquire(prefix.blocks)
+        new = self._pool.allocate(self._blocks_for(sequence.num_tokens) - len(prefix.blocks))
+        self._set_table(sequence, prefix.blocks + new)
+        if prefix.copy_source is not None:
+            self._copies.add(sequence, prefix.copy_source, new[0])
+        sequence.num_hashed_blocks = prefix.num_hashed_blocks
+        sequence.num_computed_tokens = prefix.num_tokens
         if sequence.num_preemptions == 0:
-            self._count_prefix_hits(sequence)
+            self._count_prefix_hits(sequence, prefix)
         sequence.num_overtaken = 0
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=_by_rank)
+        self._waiting.release_forks(sequence)
 
-    def _count_prefix_hits(self, sequence: Sequence) -> None:
-        if self.config.enable_prefix_caching:
+    def _count_prefix_hits(self, sequence: Sequence, prefix: Prefix) -> None:
+        asks = not (prefix.is_fork or sequence.compute_prompt)
+        if self.config.enable_prefix_caching and asks:
             self.num_prefix_query_tokens += sequence.num_tokens
-            self.num_prefix_hit_tokens += sequence.num_computed_tokens
-        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.num_prefix_hit_tokens += prefix.num_tokens
+        sequence.num_cached_tokens = min(prefix.num_tokens, sequence.num_prompt_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -308,11 +327,13 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         self._leave(sequence)
         self._waiting.push(sequence)
+        self._waiting.release_forks(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence from the running, and its blocks from it."""
         del self._running[bisect_left(self._running, sequence.rank, key=_by_rank)]
         newest = self._flights[-1].plan.step_id if self._flights else None
+        self._copies.drop(sequence, last_step=newest)
         self._pool.free(sequence.block_table, last_step=newest)
         self._set_table(sequence, [])
         sequence.num_hashed_blocks = 0
@@ -326,22 +347,6 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
-
-    def _extend_chain(self, sequence: Sequence, num_blocks: int) -> None:
-        extend_chain(
-            sequence.block_hashes,
-            sequence.token_ids,
-            root=sequence.chain_root,
-            num_blocks=num_blocks,
-            block_size=self.config.block_size,
-        )
-
-    def _register(self, sequence: Sequence, num_full_blocks: int) -> None:
-        """Let blocks that have been computed in full be found by their hash."""
-        self._extend_chain(sequence, num_full_blocks)
-        for index in range(sequence.num_hashed_blocks, num_full_blocks):
-            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
-        sequence.num_hashed_blocks = num_full_blocks
 
     def _share_out(self, ready: list[Sequence]) -> list[tuple[Sequence, int]]:
         """How many tokens each sequence gets: one for every decode, then the prefills."""
@@ -357,10 +362,17 @@ class Scheduler:
         )
 
     def _launch(self, shares: list[tuple[Sequence, int]]) -> StepPlan:
-        plan = StepPlan(self._next_step, tuple(self._advance(sequence, count) for sequence, count in shares))
+        sequences = tuple(sequence for sequence, _ in shares)
+        rows = tuple(self._advance(sequence, count) for sequence, count in shares)
+        copies = self._copies.take(self._next_step)
+        plan = StepPlan(self._next_step, rows, block_copies=tuple(copies.values()))
         if not plan.is_empty:
-            self._flights.append(Flight(plan, tuple(sequence for sequence, _ in shares)))
+            self._flights.append(Flight(plan, sequences, tuple(copies)))
             self._next_step += 1
+        if self._waiting.has_aside:
+            for sequence, row in zip(sequences, rows, strict=True):
+                if row.start < sequence.num_prompt_tokens:
+                    self._waiting.release_forks(sequence)
         return plan
 
     def _advance(self, sequence: Sequence, count: int) -> Row:

@@ -31,7 +31,8 @@ class Sequence:
     are computed again like a longer prompt.
 
     Raises:
-        ValueError: if the counts contradict each other, or nothing is left to generate.
+        ValueError: if the counts contradict each other, nothing is left to generate, or the prompt is
+            to be shared and computed at once.
     """
 
     id: SequenceId
@@ -47,6 +48,12 @@ class Sequence:
     caller's; the scheduler has no clock."""
     salt: bytes = b""
     """Sequences share cached blocks only with those of the same salt."""
+    fork_of: SequenceId | None = None
+    """A sibling with the same prompt and salt, whose computation of it this one shares: it waits for
+    that, and computes no more of the prompt than its last token. If no such sibling is here, or it
+    was preempted, this is a sequence like any other."""
+    compute_prompt: bool = False
+    """Compute every position of the prompt at least once, whatever the prefix cache holds of it."""
 
     state: SequenceState = field(default=SequenceState.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
@@ -63,6 +70,8 @@ class Sequence:
     """Positions that the block table has room for."""
     chain_root: BlockHash = field(default=BlockHash(b""), init=False)
     """Where the hash chain starts: says with whom blocks may be shared."""
+    parent: Sequence | None = field(default=None, init=False, repr=False)
+    """The sibling that `fork_of` named when this sequence was added, which may have ended since."""
     block_hashes: list[BlockHash] = field(default_factory=list, init=False)
     """Hash chain of the full blocks of `token_ids`, as far as it was needed."""
     num_hashed_blocks: int = field(default=0, init=False)
@@ -72,7 +81,7 @@ class Sequence:
     num_recompute_tokens: int = field(default=0, init=False)
     """Positions that were computed once and lost to a preemption; those below are done again."""
     num_cached_tokens: int = field(default=0, init=False)
-    """Prompt tokens found in the prefix cache at the first admission."""
+    """Prompt tokens found computed at the first admission, in the prefix cache or by the parent."""
     num_preemptions: int = field(default=0, init=False)
     num_overtaken: int = field(default=0, init=False)
     """Sequences admitted past this one while it was blocked at the head of the waiting."""
@@ -88,6 +97,8 @@ class Sequence:
                 f"max_total_tokens is {self.max_total_tokens}, must exceed len(token_ids),"
                 f" {len(self.token_ids)}"
             )
+        if self.fork_of is not None and self.compute_prompt:
+            raise ValueError(f"sequence {self.id} cannot share its prompt and compute it by itself")
         self.num_tokens = len(self.token_ids)
 
     @property
@@ -104,3 +115,39 @@ class Sequence:
     def is_complete(self) -> bool:
         """Whether its last token is known or in flight, so that nothing is left to schedule."""
         return self.num_tokens >= self.max_total_tokens
+
+    def fork_from(self, parent: Sequence) -> None:
+        """Take a sibling as the parent.
+
+        Raises:
+            ValueError: if they have not the same prompt and salt.
+        """
+        prompt, shared = (each.token_ids[: each.num_prompt_tokens] for each in (self, parent))
+        if prompt != shared:
+            raise ValueError(f"sequence {self.id} forks from {parent.id}, which has another prompt")
+        if self.salt != parent.salt:
+            raise ValueError(f"sequence {self.id} forks from {parent.id}, which has another salt")
+        self.parent = parent
+
+    @property
+    def num_shareable_tokens(self) -> int:
+        """Positions that forks take over: the prompt but its last token, from which each one samples."""
+        return self.num_prompt_tokens - 1
+
+    @property
+    def can_be_forked(self) -> bool:
+        """Whether all that siblings share is in its blocks once the plans in flight have run."""
+        return self.state is SequenceState.RUNNING and self.num_computed_tokens >= self.num_shareable_tokens
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether its prompt is about to be computed by the parent.
+
+        A preempted parent is not waited for, lest one that lacks memory hold up all its siblings.
+        """
+        parent = self.parent
+        if parent is None or parent.num_computed_tokens >= self.num_shareable_tokens:
+            return False
+        if parent.state is SequenceState.WAITING:
+            return parent.num_preemptions == 0
+        return parent.state is SequenceState.RUNNING

@@ -43,6 +43,24 @@ def make_sequence(number: int = 0, *, prompt: int | list[int] = 8, new: int = 8,
     return Sequence(**(fields | changes))
 
 
+def make_fork(
+    number: int, parent: Sequence, *, new: int = 8, generated: list[int] | None = None, **changes: Any
+) -> Sequence:
+    """A sibling with the parent's prompt, resumed after the tokens `generated`."""
+    prompt = parent.token_ids[: parent.num_prompt_tokens]
+    tokens = [*prompt, *(generated or [])]
+    fields = {"fork_of": parent.id, "num_prompt_tokens": len(prompt), "salt": parent.salt}
+    return make_sequence(number, prompt=tokens, new=new, **(fields | changes))
+
+
+def make_family(
+    *, prompt: int | list[int] = 8, new: int = 8, siblings: int = 3, **changes: Any
+) -> list[Sequence]:
+    """Sequence 0 and its forks, 1 and so on."""
+    parent = make_sequence(0, prompt=prompt, new=new, **changes)
+    return [parent, *(make_fork(number, parent, new=new, **changes) for number in range(1, siblings))]
+
+
 def rows(plan: StepPlan) -> dict[int, tuple[int, int, bool]]:
     """The (start, count, sample) of each sequence in a plan."""
     return {row.sequence: (row.start, row.count, row.sample) for row in plan.rows}
@@ -81,9 +99,7 @@ class MiniEngine:
             self.scheduler.add(sequence)
             self.model.add(sequence)
             self.sequences[sequence.id] = sequence
-            self.expected[sequence.id] = undisturbed(
-                sequence.token_ids, sequence.max_total_tokens, eos=self.eos
-            )
+            self.expected[sequence.id] = undisturbed(sequence, eos=self.eos)
 
     def schedule(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -109,6 +125,7 @@ class MiniEngine:
             self.scheduler.finish(sequence.id)
             self.finished.append(sequence.id)
             assert sequence.token_ids == self.expected[sequence.id]
+            assert not sequence.compute_prompt or not self.uncomputed_of(sequence)
 
     def step(self) -> StepPlan:
         """Schedule once; land what is then one too many, or all there is if nothing was planned."""
@@ -141,8 +158,31 @@ class MiniEngine:
             if pool.is_free(block) and pool.hash_of(block) is None:
                 self.model.poison(block)
 
+    def uncomputed_of(self, sequence: Sequence) -> set[int]:
+        """Positions of a sequence's prompt that none of its own rows has computed."""
+        done = (range(start, start + count) for start, count in self.rows_of(sequence.id))
+        return set(range(sequence.num_prompt_tokens)).difference(*done)
+
+    @property
+    def num_prompt_tokens_computed(self) -> int:
+        """Over all sequences and rows; what is computed again counts again."""
+        return sum(
+            max(0, min(row.start + row.count, self.sequences[row.sequence].num_prompt_tokens) - row.start)
+            for plan in self.history
+            for row in plan.rows
+        )
+
     def rows_of(self, number: int) -> list[tuple[int, int]]:
         """The (start, count) of a sequence's rows, in the order of the plans."""
         return [
             (row.start, row.count) for plan in self.history for row in plan.rows if row.sequence == number
         ]
+
+
+def make_decoding(*, prompt: int = 7, steps: int = 2, **changes: Any) -> tuple[MiniEngine, Sequence]:
+    """An engine in which sequence 0 has computed its prompt and decodes."""
+    engine = MiniEngine(block_size=4, **changes)
+    engine.add(parent := make_sequence(0, prompt=prompt, new=12))
+    for _ in range(steps):
+        engine.step()
+    return engine, parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill_scheduler import BlockId, Row, Sequence, SequenceId, StepPlan
+from tidemill_scheduler import BlockCopy, BlockId, Row, Sequence, SequenceId, StepPlan
 
 VOCABULARY = 50
 
@@ -10,16 +10,22 @@ Slot = tuple[int, int]
 """The token computed into a slot, and its position."""
 
 
-def next_token(context: list[Slot]) -> int:
+def choice_of(sequence: Sequence) -> int:
+    """Forks draw other tokens than their parent and than each other."""
+    return 0 if sequence.fork_of is None else 1 + sequence.id
+
+
+def next_token(context: list[Slot], choice: int) -> int:
     """Depends on every token that is attended to and on where it stands."""
-    return hash(tuple(context)) % VOCABULARY
+    return hash((tuple(context), choice)) % VOCABULARY
 
 
-def undisturbed(token_ids: list[int], max_total_tokens: int, eos: int | None = None) -> list[int]:
+def undisturbed(sequence: Sequence, eos: int | None = None) -> list[int]:
     """What the model generates with endless memory and nobody else around, prompt included."""
-    tokens = list(token_ids)
-    while len(tokens) < max_total_tokens:
-        tokens.append(next_token([(token, position) for position, token in enumerate(tokens)]))
+    tokens = list(sequence.token_ids)
+    while len(tokens) < sequence.max_total_tokens:
+        context = [(token, position) for position, token in enumerate(tokens)]
+        tokens.append(next_token(context, choice_of(sequence)))
         if tokens[-1] == eos:
             break
     return tokens
@@ -42,9 +48,11 @@ class FakeModel:
         self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
         self.cpu_blocks: dict[BlockId, list[Slot]] = {}
         self._token_ids: dict[SequenceId, list[int]] = {}
+        self._choices: dict[SequenceId, int] = {}
 
     def add(self, sequence: Sequence) -> None:
         self._token_ids[sequence.id] = list(sequence.token_ids)
+        self._choices[sequence.id] = choice_of(sequence)
 
     def poison(self, block: BlockId) -> None:
         self.blocks[block] = [POISON] * self.block_size
@@ -54,25 +62,32 @@ class FakeModel:
             self.cpu_blocks[copy.target] = list(self.blocks[copy.source])
         for copy in plan.swap_in:
             self.blocks[copy.target] = list(self.cpu_blocks[copy.source])
-        for copy in plan.block_copies:
-            self.blocks[copy.target] = list(self.blocks[copy.source])
+        self._copy(plan.block_copies)
         for row in plan.rows:
             self._write(row)
         return {row.sequence: self._sample(row) for row in plan.rows if row.sample}
 
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        """In any order, or all at once, as a device would."""
+        targets = {copy.target for copy in copies}
+        assert len(targets) == len(copies), "a block is copied over twice"
+        assert targets.isdisjoint(copy.source for copy in copies), "a block is copied from and over"
+        for copy in copies:
+            self.blocks[copy.target] = list(self.blocks[copy.source])
+
     def _write(self, row: Row) -> None:
+        """What stands behind the last position written is no content of this sequence, if any."""
         for position in range(row.start, row.start + row.count):
-            block = row.block_tables[0][position // self.block_size]
-            if position % self.block_size == 0:
-                self.poison(block)
-            token = self._token_ids[row.sequence][position]
-            self.blocks[block][position % self.block_size] = (token, position)
+            slots = self.blocks[row.block_tables[0][position // self.block_size]]
+            offset = position % self.block_size
+            slots[offset] = (self._token_ids[row.sequence][position], position)
+            slots[offset + 1 :] = [POISON] * (self.block_size - offset - 1)
 
     def _sample(self, row: Row) -> int:
         context = [self._read(row, position) for position in range(row.start + row.count)]
         token_ids = self._token_ids[row.sequence]
         assert len(token_ids) == len(context), "a row samples a token that is known already"
-        token_ids.append(next_token(context))
+        token_ids.append(next_token(context, self._choices[row.sequence]))
         return token_ids[-1]
 
     def _read(self, row: Row, position: int) -> Slot:

@@ -63,6 +63,11 @@ class TestDisplacement:
         leaving.num_tokens = leaving.max_total_tokens
         assert not policy.may_displace(make_ranked(1, priority=0), leaving)
 
+    def test_never_of_the_sibling_it_shares_blocks_with(self) -> None:
+        parent, fork = make_ranked(0, priority=2), make_ranked(1, priority=0)
+        fork.parent = parent
+        assert not policy.may_displace(fork, parent)
+
 
 class TestOvertaking:
     def test_is_allowed_so_often_for_each_that_is_passed(self) -> None:

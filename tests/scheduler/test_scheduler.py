@@ -5,12 +5,21 @@ from types import FrameType
 
 import pytest
 
-from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, make_tokens, rows, step
+from tests.scheduler.factories import (
+    MiniEngine,
+    make_fork,
+    make_scheduler,
+    make_sequence,
+    make_tokens,
+    rows,
+    step,
+)
 from tidemill_scheduler import (
     BlockId,
     DuplicateSequence,
     NeverFits,
     Row,
+    Scheduler,
     SequenceId,
     StepPlan,
 )
@@ -208,12 +217,39 @@ class TestGauges:
 
 
 class TestCost:
-    def count_calls(self, num_waiting: int) -> int:
-        """Function calls, Python's and C's, of a step with ten decodes and so many waiting."""
+    def make_busy(self, num_waiting: int) -> Scheduler:
+        """Ten decodes, and so many waiting."""
         scheduler = make_scheduler(max_num_seqs=10, num_blocks=200)
         for number in range(10 + num_waiting):
             scheduler.add(make_sequence(number, prompt=4, new=40))
         step(scheduler)
+        return scheduler
+
+    def make_forking(self, num_waiting: int) -> Scheduler:
+        """Nine decodes, and a long prompt that so many siblings wait for with a slot to spare."""
+        scheduler = make_scheduler(max_num_seqs=11, num_blocks=200, max_prefill_chunk=4)
+        for number in range(9):
+            scheduler.add(make_sequence(number, prompt=4, new=40))
+        scheduler.add(parent := make_sequence(9, prompt=80, new=10))
+        for number in range(num_waiting):
+            scheduler.add(make_fork(10 + number, parent))
+        step(scheduler)
+        assert (scheduler.num_running, scheduler.num_waiting) == (10, num_waiting)
+        return scheduler
+
+    def make_forks_of_the_waiting(self, num_waiting: int) -> Scheduler:
+        """Ten decodes, and so many families of three waiting."""
+        scheduler = make_scheduler(max_num_seqs=10, num_blocks=200)
+        for number in range(10 + num_waiting):
+            scheduler.add(parent := make_sequence(3 * number, prompt=4, new=40))
+            if number >= 10:
+                scheduler.add(make_fork(3 * number + 1, parent))
+                scheduler.add(make_fork(3 * number + 2, parent))
+        step(scheduler)
+        return scheduler
+
+    def count_calls(self, scheduler: Scheduler) -> int:
+        """Function calls, Python's and C's, of a step."""
         calls = 0
 
         def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -223,10 +259,11 @@ class TestCost:
         sys.setprofile(count)
         try:
             plan = scheduler.schedule()
-            scheduler.update(plan.step_id, {row.sequence: 7 for row in plan.rows})
+            scheduler.update(plan.step_id, {row.sequence: 7 for row in plan.rows if row.sample})
         finally:
             sys.setprofile(None)
         return calls
 
     def test_of_a_step_does_not_depend_on_the_number_waiting(self) -> None:
-        assert self.count_calls(10) == self.count_calls(3000)
+        for make in (self.make_busy, self.make_forking, self.make_forks_of_the_waiting):
+            assert self.count_calls(make(10)) == self.count_calls(make(3000))

@@ -9,19 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.factories import MiniEngine, make_sequence, make_tokens
-from tidemill_scheduler import SequenceId
+from tests.scheduler.factories import MiniEngine, make_fork, make_sequence, make_tokens
+from tidemill_scheduler import Sequence, SequenceId
 
 BLOCK_SIZE = 4
 
 
 def make_crowd(engine: MiniEngine, random: Random, count: int) -> None:
-    """Sequences of which some share a beginning, that all fit the pool alone."""
+    """Sequences of which some share a beginning or a whole prompt, that all fit the pool alone."""
     limit = engine.scheduler.config.max_total_tokens
+    parent: Sequence | None = None
     for number in range(count):
         new = random.randint(1, 12)
+        if parent is not None and random.random() < 0.4:
+            total = min(limit, parent.num_prompt_tokens + new)
+            parent = make_fork(number, parent, max_total_tokens=total, priority=random.randint(0, 2))
+            engine.add(parent)
+            continue
         prompt = make_tokens(random.randint(1, min(30, limit - new)), first=1000 * random.randint(0, 1))
-        engine.add(make_sequence(number, prompt=prompt, new=new, priority=random.randint(0, 2)))
+        parent = make_sequence(
+            number,
+            prompt=prompt,
+            new=new,
+            priority=random.randint(0, 2),
+            compute_prompt=random.random() < 0.2,
+        )
+        engine.add(parent)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -122,3 +135,86 @@ def test_starvation_is_real(in_flight: int) -> None:
     assert engine.scheduler.num_preemptions > 3
     assert engine.scheduler.num_recomputed_tokens > 10
     assert engine.scheduler.num_prefix_hit_tokens > 30
+
+
+def make_families(engine: MiniEngine, random: Random, count: int) -> None:
+    """Few prompts with many siblings each, some resumed, some forks of forks, of any priority."""
+    limit = engine.scheduler.config.max_total_tokens
+    family: list[Sequence] = []
+    for number in range(count):
+        priority = random.randint(0, 2)
+        if not family or random.random() < 0.15:
+            prompt = random.randint(1, min(14, limit - 4))
+            parent = make_sequence(
+                number, prompt=prompt, new=random.randint(1, min(12, limit - prompt)), priority=priority
+            )
+            family = [parent]
+        else:
+            parent = random.choice([family[0], random.choice(family)])
+            known = parent.num_prompt_tokens
+            generated = make_tokens(random.choice([0, 0, random.randint(0, min(6, limit - 1 - known))]))
+            total = random.randint(known + len(generated) + 1, min(limit, known + 18))
+            family.append(
+                make_fork(number, parent, generated=generated, max_total_tokens=total, priority=priority)
+            )
+        engine.add(family[-1])
+        for _ in range(random.choice([0, 0, 0, 1, 3])):
+            engine.step()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(3, 14),
+    block_size=st.integers(2, 5),
+    max_num_seqs=st.integers(2, 8),
+    room=st.integers(0, 8),
+    caching=st.booleans(),
+    in_flight=st.integers(1, 3),
+)
+def test_starved_families_equal_endless(
+    *,
+    seed: int,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    room: int,
+    caching: bool,
+    in_flight: int,
+) -> None:
+    random = Random(seed)
+    engine = MiniEngine(
+        in_flight=in_flight,
+        eos=3,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=24,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + room,
+        max_prefill_chunk=6,
+        enable_prefix_caching=caching,
+        ageing_steps=6,
+        max_overtakes=2,
+    )
+    make_families(engine, random, count=16)
+    while engine.scheduler.has_unfinished or engine.plans:
+        candidates = sorted(engine.unfinished())
+        if candidates and random.random() < 0.2 and len(engine.history) < 150:
+            chosen = random.choice(candidates)
+            if random.random() < 0.2:
+                engine.abort(chosen)
+            else:
+                engine.scheduler.preempt(chosen)
+        engine.step()
+    assert len(engine.finished) == 16
+    assert engine.scheduler._pool.num_free == num_blocks
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_forking_is_real(in_flight: int) -> None:
+    """The families that the property runs do share blocks, in part too, and are torn apart."""
+    engine = MiniEngine(in_flight=in_flight, num_blocks=16, block_size=4, ageing_steps=20)
+    make_families(engine, Random(5), count=120)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 10
+    assert sum(len(plan.block_copies) for plan in engine.history) > 10

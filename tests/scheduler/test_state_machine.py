@@ -6,14 +6,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
     invariant,
+    multiple,
     rule,
 )
 
-from tests.scheduler.factories import MiniEngine, make_sequence, make_tokens
+from tests.scheduler.factories import MiniEngine, make_fork, make_sequence, make_tokens
 from tidemill_scheduler import SequenceId
 
 COUNTERS = (
@@ -78,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         deadline=st.none() | st.integers(0, 3).map(float),
         salt=st.sampled_from([b"", b"tenant"]),
+        compute_prompt=st.booleans(),
     )
     def add(
         self,
@@ -89,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         deadline: float | None,
         salt: bytes,
+        compute_prompt: bool,
     ) -> SequenceId:
         limit = self.engine.scheduler.config.max_total_tokens
         tokens = make_tokens(min(length, limit - 1), first=1000 * family)
@@ -100,10 +104,40 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             deadline=deadline,
             salt=salt,
+            compute_prompt=compute_prompt,
         )
         self.engine.add(sequence)
         self.num_added += 1
         return sequence.id
+
+    @rule(
+        target=sequences,
+        parent_id=sequences,
+        siblings=st.integers(1, 3),
+        new=st.integers(1, 10),
+        generated=st.integers(0, 3),
+        priority=st.integers(0, 2),
+    )
+    def fork(
+        self, *, parent_id: SequenceId, siblings: int, new: int, generated: int, priority: int
+    ) -> MultipleResults[SequenceId]:
+        """Of one that waits, runs, is a fork itself, or has ended."""
+        parent = self.engine.sequences[parent_id]
+        limit = self.engine.scheduler.config.max_total_tokens
+        generated = min(generated, limit - 1 - parent.num_prompt_tokens)
+        forks = [
+            make_fork(
+                self.num_added + number,
+                parent,
+                generated=make_tokens(generated),
+                max_total_tokens=min(parent.num_prompt_tokens + generated + new, limit),
+                priority=priority,
+            )
+            for number in range(siblings)
+        ]
+        self.engine.add(*forks)
+        self.num_added += siblings
+        return multiple(*(fork.id for fork in forks))
 
     @rule()
     def schedule(self) -> None:

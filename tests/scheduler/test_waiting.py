@@ -1,7 +1,9 @@
 from random import Random
 
-from tests.scheduler.factories import make_sequence
-from tidemill_scheduler import Sequence
+import pytest
+
+from tests.scheduler.factories import make_fork, make_sequence
+from tidemill_scheduler import IntegrityError, Sequence
 from tidemill_scheduler.sequence import SequenceState
 from tidemill_scheduler.waiting import WaitingQueue
 
@@ -14,7 +16,7 @@ def make_waiting(number: int) -> Sequence:
 
 def finish(queue: WaitingQueue, sequence: Sequence) -> None:
     sequence.state = SequenceState.FINISHED
-    queue.note_finished()
+    queue.note_finished(sequence)
 
 
 def make_queue(count: int) -> tuple[WaitingQueue, list[Sequence]]:
@@ -57,3 +59,66 @@ def test_what_is_pushed_back_keeps_its_place() -> None:
     popped = [queue.pop(), queue.pop()]
     queue.push_back(sequence for sequence in reversed(popped) if sequence)
     assert [queue.pop() for _ in range(3)] == sequences
+
+
+class TestForks:
+    def make_family(self, count: int) -> tuple[WaitingQueue, Sequence, list[Sequence]]:
+        """A queue with a parent, one of 8 prompt tokens, and its forks, which stand aside."""
+        queue, parent = WaitingQueue(), make_waiting(0)
+        queue.push(parent)
+        forks = [make_fork(number, parent) for number in range(1, count + 1)]
+        for fork in forks:
+            fork.fork_from(parent)
+            fork.rank = (fork.id, 0.0, fork.id)
+            queue.push(fork)
+        return queue, parent, forks
+
+    def run(self, queue: WaitingQueue, parent: Sequence, *, computed: int) -> None:
+        parent.state = SequenceState.RUNNING
+        parent.num_computed_tokens = computed
+        queue.release_forks(parent)
+
+    def test_stand_aside_until_the_prompt_is_computed_but_for_its_last_token(self) -> None:
+        queue, parent, forks = self.make_family(3)
+        assert len(queue) == 4
+        assert queue.pop() is parent
+        self.run(queue, parent, computed=6)
+        assert (queue.head(), queue.has_aside, len(queue)) == (None, True, 3)
+        self.run(queue, parent, computed=7)
+        assert not queue.has_aside
+        assert [queue.pop() for _ in range(4)] == [*forks, None]
+
+    def test_or_the_parent_is_gone(self) -> None:
+        queue, parent, forks = self.make_family(2)
+        parent.state = SequenceState.FINISHED
+        queue.note_finished(parent)
+        queue.release_forks(parent)
+        assert [queue.pop() for _ in range(3)] == [*forks, None]
+
+    def test_one_that_finishes_meanwhile_leaves(self) -> None:
+        queue, parent, forks = self.make_family(2)
+        queue.pop()
+        for left, fork in zip((1, 0), forks, strict=True):
+            finish(queue, fork)
+            assert (len(queue), queue.has_aside) == (left, left > 0)
+        self.run(queue, parent, computed=7)
+        assert queue.head() is None
+        queue.check_integrity()
+
+    def test_stand_aside_again_when_a_preempted_parent_runs_again(self) -> None:
+        queue, parent, forks = self.make_family(2)
+        queue.pop()
+        parent.num_preemptions = 1
+        queue.release_forks(parent)
+        assert queue.head() is forks[0]
+        self.run(queue, parent, computed=3)
+        assert queue.head() is None
+        assert (len(queue), queue.has_aside) == (2, True)
+        queue.check_integrity()
+
+    def test_one_that_nobody_would_release_is_found(self) -> None:
+        queue, parent, _ = self.make_family(1)
+        queue.check_integrity()
+        parent.num_computed_tokens = 7
+        with pytest.raises(IntegrityError, match="sequence 1 stands aside, its parent has nothing"):
+            queue.check_integrity()
