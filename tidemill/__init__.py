@@ -23,7 +23,8 @@ from tidemill.errors import (
     QueueUnavailable,
     TidemillError,
 )
-from tidemill.jobs import Delta, Job, JobId, Message, Priority, Result, SamplingParams, Status
+from tidemill.jobs import Choice, Delta, FinishReason, Job, JobId, Message, Priority, Result, Status
+from tidemill.params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from tidemill.blocking import BlockingClient
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockingClient",
+    "Choice",
     "Client",
     "ClientSettings",
     "ConfigurationError",
     "Delta",
     "ErrorCode",
+    "FinishReason",
     "InvalidJob",
     "Job",
     "JobConflict",
@@ -49,6 +52,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Status",
+    "StructuredOutputs",
     "TidemillError",
 ]
 

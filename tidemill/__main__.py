@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import itemgetter
 from typing import Any
 
 from tidemill.errors import TidemillError
@@ -127,8 +128,26 @@ def _build(wanted: str | None) -> Callable[..., Any]:
 
     for name, mount in COMMANDS.items():
         function = mount.load() if name == wanted else _placeholder
-        app.command(name, short_help=mount.summary, epilog=EPILOG)(function)
+        app.command(name, cls=_command_class(), short_help=mount.summary, epilog=EPILOG)(function)
     return app
+
+
+def _command_class() -> type[Any]:
+    """A command whose help lists the options under the headings they name as their panels."""
+    from typer.core import TyperCommand
+
+    class Command(TyperCommand):
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+            for param in self.get_params(ctx):
+                if (record := param.get_help_record(ctx)) is not None:
+                    other = "Arguments" if param.param_type_name == "argument" else "Options"
+                    sections.setdefault(getattr(param, "rich_help_panel", None) or other, []).append(record)
+            for heading, records in filter(itemgetter(1), sections.items()):
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+    return Command
 
 
 def _placeholder() -> None:

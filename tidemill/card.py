@@ -6,7 +6,7 @@ import zlib
 
 from pydantic import Field
 
-from tidemill.jobs import Wire
+from tidemill.schema import Wire
 
 
 class ModelCard(Wire):

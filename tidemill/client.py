@@ -32,9 +32,11 @@ from tidemill.completion import Completion, each
 from tidemill.connection import MAX_CONNECTIONS, connect
 from tidemill.errors import ConfigurationError, TidemillError
 from tidemill.inbox import Answer, Inbox, Watch
-from tidemill.jobs import NAME_PATTERN, QUEUE_PATTERN, Delta, Job, JobId, Result
+from tidemill.jobs import Delta, Job, JobId, Result
 from tidemill.moves import CancelOutcome, JobState, JobView, QueueDepth, QueueSettings, Submitted
 from tidemill.queue import Queue
+from tidemill.schema import NAME_PATTERN, QUEUE_PATTERN
+from tidemill.told import Told
 
 T = TypeVar("T")
 
@@ -214,10 +216,11 @@ class Client:
         return Completion(self._inbox, window=self._window).results(job_ids, timeout=timeout)
 
     async def stream(self, job_id: JobId, *, timeout: float | None = None) -> AsyncGenerator[Delta, None]:
-        """The pieces of a generation as they come, from its beginning, each once and without a gap.
+        """The pieces of a job as they come, from its beginning, each once and without a gap.
 
-        Ends with the job, however that ended: `result` tells. A job submitted without `stream` comes
-        in larger and later pieces.
+        A piece belongs to one of the job's generations, `Delta.choice`; those of each come in order,
+        and together they are its text and its tokens in the result. Ends with the job, however that
+        ended: `result` tells. A job submitted without `stream` comes in larger and later pieces.
 
         Raises:
             JobUnknown: there is no such job, or it has expired.
@@ -226,14 +229,13 @@ class Client:
         clock = asyncio.get_running_loop().time
         give_up = math.inf if timeout is None else clock() + timeout
         ended = await self._is_done(job_id)
-        cursor, num_tokens, num_characters = "0", 0, 0
+        cursor, told = "0", Told()
         while True:
             block = 0.0 if ended else max(0.0, min(BLOCK, give_up - clock()))
             page = await self._queue.deltas(job_id, cursor, count=DELTA_COUNT, block=block)
             cursor = page.cursor
             for delta in page.deltas:
-                num_tokens += len(delta.token_ids)
-                num_characters += len(delta.text)
+                told.count(delta)
                 yield delta
             if page.ended or (ended and not page.deltas):
                 break
@@ -241,11 +243,7 @@ class Client:
                 raise TimeoutError(f"job {job_id} has not ended after {timeout:g} s")
             if not page.deltas:
                 ended = await self._is_done(job_id)
-        result = await self.result(job_id)
-        rest = Delta(
-            index=num_tokens, text=result.text[num_characters:], token_ids=result.token_ids[num_tokens:]
-        )
-        if rest.text or rest.token_ids:
+        for rest in told.rest(await self.result(job_id)):
             yield rest
 
     async def _is_done(self, job_id: JobId) -> bool:

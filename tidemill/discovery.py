@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from tidemill.connection import connect
-from tidemill.jobs import QUEUE_PATTERN
 from tidemill.keys import QueueKeys
 from tidemill.refusals import refusals_explained
+from tidemill.schema import QUEUE_PATTERN
 
 SCAN_COUNT = 10_000
 """Keys per step: a server with a million jobs is walked in a hundred of them."""

@@ -26,7 +26,8 @@ Answer = Result | Exception
 
 POLL_INTERVAL = 0.5
 """Seconds between two looks at the hashes of jobs that are still awaited."""
-READ_COUNT = 500
+READ_COUNT = 64
+"""Results in one reply: few enough that it fits in memory if each carries all logprobs it may have."""
 LOOK_COUNT = 100
 CANCEL_INTERVAL = 0.1
 BACKOFF = (0.1, 0.2, 0.5, 1.0)

@@ -12,48 +12,17 @@ import json
 import uuid
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NewType, Self
+from typing import Any, Literal, NewType, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tidemill.errors import ErrorCode, InvalidJob, JobFailed
+from tidemill.params import SamplingParams
+from tidemill.schema import JOB_ID_PATTERN, Name, Token, Wire, invalid_job
 
 WIRE_VERSION = 1
 
 JobId = NewType("JobId", str)
-
-LIMITS = frozenset({"ge", "gt", "le", "lt", "min_length", "max_length", "pattern", "expected"})
-"""What pydantic calls a bound; beside them it reports the class, or the length that was met."""
-
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
-"""Names of result streams and tenants: short, and safe inside a Redis key."""
-JOB_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"
-QUEUE_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$"
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Token = Annotated[int, Field(ge=0, strict=True)]
-
-
-class Wire(BaseModel):
-    """Base of everything that crosses the queue."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    def to_wire(self) -> str:
-        """The compact JSON stored in Redis; fields at their default are left out."""
-        return self.model_dump_json(exclude_defaults=True)
-
-    @classmethod
-    def from_wire(cls, data: str | bytes) -> Self:
-        """Inverse of `to_wire`.
-
-        Raises:
-            InvalidJob: code `undecodable`, if `data` is not such an object.
-        """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise invalid_job(error, code=ErrorCode.UNDECODABLE) from error
 
 
 class Priority(StrEnum):
@@ -69,33 +38,6 @@ class Message(Wire):
 
     role: Literal["system", "user", "assistant"]
     content: str
-
-
-class SamplingParams(Wire):
-    """How tokens are chosen and when to stop. Names and meanings are vLLM's and OpenAI's."""
-
-    max_tokens: int = Field(default=256, ge=1, strict=True)
-    """Tokens to generate at most; the worker also holds it to the model's context."""
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    """0 is greedy."""
-    top_k: int = Field(default=0, ge=-1, strict=True)
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Keep the smallest set of tokens whose probability reaches this."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63, strict=True)
-    """Keys the noise. If absent it is drawn once, at submission, so that a resumed job goes on
-    with the same numbers."""
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=16)
-    """Generation ends before the first of these strings; it is not part of the text."""
-    stop_token_ids: tuple[Token, ...] = Field(default=(), max_length=64)
-    """Generation ends after any of these tokens; its text is left out."""
-    ignore_eos: bool = False
-    """Go on past the model's end-of-text tokens; for benchmarks."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop_string(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
 
 class Job(Wire):
@@ -164,10 +106,15 @@ class Status(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation stopped by itself."""
+    """Why a generation went no further; the last three say how the job ended instead."""
 
     STOP = "stop"
+    """At the end of the text: by the model, a stop string, a stop token or a finished grammar."""
     LENGTH = "length"
+    """At `max_tokens`."""
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
 
 
 class Usage(Wire):
@@ -210,6 +157,38 @@ class ErrorInfo(Wire):
         return cls(code=error.code, message=str(error), field=error.field, limit=error.limit)
 
 
+class Logprob(Wire):
+    """How likely the model held one token to be, whatever the job's parameters then made of it."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability, from the model's own logits."""
+    rank: int
+    """1 for the most likely token."""
+    token: str = ""
+    """Its text alone."""
+    bytes: tuple[int, ...] | None = None
+    """What it stands for, where that alone is not whole UTF-8."""
+
+
+class TokenLogprobs(Logprob):
+    """The token that stands at one position, and the most likely ones there."""
+
+    top: tuple[Logprob, ...] = ()
+    """As many as were asked for, most likely first."""
+
+
+class Choice(Wire):
+    """One of the generations of a job."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
 class Result(Wire):
     """The one answer to a job."""
 
@@ -222,12 +201,32 @@ class Result(Wire):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the generation; `None` for end of text."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of `token_ids`, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One for each token of the prompt, if they were asked for; none for the first, which follows on
+    nothing."""
+    alternatives: tuple[Choice, ...] = ()
+    """The other generations of a job with `n` above 1; `choices` has all of them."""
     usage: Usage = Usage()
     timings: Timings = Timings()
     attempts: int = 0
     worker: str | None = None
     metadata: Mapping[str, str] = Field(default_factory=dict)
     error: ErrorInfo | None = None
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All generations of the job, `n` of them; the first is also what `text` and so on hold."""
+        first = Choice(
+            index=0,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs,
+        )
+        return (first, *self.alternatives)
 
     def raise_for_status(self) -> Self:
         """Return self if the job succeeded.
@@ -241,21 +240,16 @@ class Result(Wire):
 
 
 class Delta(Wire):
-    """A piece of a streamed generation; the pieces in order are the whole text, once."""
+    """A piece of a streamed job; a choice's pieces in order are its whole text, once."""
 
     index: int = Field(ge=0)
-    """Position of the first of `token_ids` in the generation."""
+    """Tokens of the job before this piece, over all its choices: its place in the stream."""
+    choice: int = Field(default=0, ge=0)
+    """Which of the job's generations it belongs to."""
     text: str = ""
     token_ids: tuple[int, ...] = ()
-
-
-def invalid_job(error: ValidationError, *, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> InvalidJob:
-    """Turn pydantic's report into one line that names the field and its limit."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or None
-    limit = next((value for key, value in first.get("ctx", {}).items() if key in LIMITS), None)
-    reason = first["msg"].removeprefix("Value error, ")
-    message = f"{field}: {reason}" if field else reason
-    return InvalidJob(
-        message, field=field, limit=limit if isinstance(limit, int | float | str) else None, code=code
-    )
+    finish_reason: FinishReason | None = None
+    """Why the generation ends with this piece; `None` if it goes on, or was cut short after it."""
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if they were asked for."""

@@ -26,7 +26,7 @@ from redis.asyncio import Redis
 from tidemill import wire
 from tidemill.card import ModelCard
 from tidemill.errors import ErrorCode, InvalidJob, JobConflict, QueueFull
-from tidemill.jobs import WIRE_VERSION, ErrorInfo, Job, JobId, Priority, Result, Status
+from tidemill.jobs import WIRE_VERSION, ErrorInfo, FinishReason, Job, JobId, Priority, Result, Status
 from tidemill.keys import CardField, QueueKeys
 from tidemill.link import Link
 from tidemill.moves import (
@@ -49,9 +49,6 @@ SUBMISSIONS_PER_SCRIPT = 32
 """Starting a script costs as much as a submission does: measured, 38 us of the server's time for a job
 by itself, 22 for each of 32. More would gain little, hold others up for longer than a millisecond, and
 overshoot the server's memory limit by more, which is looked at between scripts only."""
-
-RENEWALS_PER_SCRIPT = 500
-"""Keeps one call of renew at 10 ms of the server's time."""
 
 EXPIRATIONS_PER_SCRIPT = 1000
 
@@ -263,7 +260,14 @@ class Queue:
         """Answer a job whose record nobody can read, so that it harms none of the others."""
         job_id, attempt = wire.holding(fields)
         info = ErrorInfo(code=ErrorCode.UNDECODABLE, message=f"the job's record is damaged: {error}")
-        result = Result(id=job_id, status=Status.FAILED, attempts=attempt, worker=worker, error=info)
+        result = Result(
+            id=job_id,
+            status=Status.FAILED,
+            finish_reason=FinishReason.ERROR,
+            attempts=attempt,
+            worker=worker,
+            error=info,
+        )
         await self.finish(worker, attempt, result)
 
     async def renew(self, worker: str, renewals: Sequence[Renewal]) -> RenewOutcome:
@@ -274,7 +278,7 @@ class Queue:
         """
         lost: set[JobId] = set()
         cancelled: set[JobId] = set()
-        for reply in await self._link.run(Move.RENEW, _batches(worker, renewals)):
+        for reply in await self._link.run(Move.RENEW, wire.renewal_calls(worker, renewals)):
             lost.update(JobId(job_id.decode()) for job_id in reply[0])
             cancelled.update(JobId(job_id.decode()) for job_id in reply[1])
         return RenewOutcome(frozenset(lost), frozenset(cancelled))
@@ -290,7 +294,7 @@ class Queue:
 
         The attempt does not count as failed. Returns the jobs that were not held any more.
         """
-        replies = await self._link.run(Move.RELEASE, _batches(worker, renewals))
+        replies = await self._link.run(Move.RELEASE, wire.renewal_calls(worker, renewals))
         return frozenset(JobId(job_id.decode()) for reply in replies for job_id in reply)
 
     async def wait(self, timeout: float) -> None:
@@ -371,16 +375,3 @@ def _submission(job: Job, payload: bytes, reply_to: str) -> list[Any]:
         job.id, job.digest(), payload, job.priority.value, job.tenant, seed, deadline,
         job.reply_to or reply_to, int(job.stream),
     ]  # fmt: skip
-
-
-def _batches(worker: str, renewals: Sequence[Renewal]) -> list[list[Any]]:
-    """Arguments of renew and release: per job its id, attempt, number of deltas, and the deltas."""
-    calls = []
-    for first, last in _spans(len(renewals), RENEWALS_PER_SCRIPT):
-        call: list[Any] = [worker]
-        for renewal in renewals[first:last]:
-            call += [renewal.job_id, renewal.attempt, len(renewal.deltas)]
-            for delta in renewal.deltas:
-                call += [delta.index, len(delta.token_ids), delta.to_wire()]
-        calls.append(call)
-    return calls

@@ -7,9 +7,18 @@ from dataclasses import asdict
 from typing import Any
 
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import Delta, ErrorInfo, JobId, Priority, Result, Status
+from tidemill.jobs import Delta, ErrorInfo, FinishReason, JobId, Priority, Result, Status
 from tidemill.keys import EntryField, JobField, split_lane
-from tidemill.moves import Claimed, DeadLetter, DeltaPage, JobState, JobView, QueueDepth, QueueSettings
+from tidemill.moves import (
+    Claimed,
+    DeadLetter,
+    DeltaPage,
+    JobState,
+    JobView,
+    QueueDepth,
+    QueueSettings,
+    Renewal,
+)
 
 Fields = Mapping[bytes, bytes]
 Entries = list[tuple[str, Fields]]
@@ -32,6 +41,13 @@ VIEW_FIELDS = (
 )
 
 
+RENEWALS_PER_CALL = 500
+"""Keeps one call of renew at 10 ms of the server's time."""
+RENEWED_BYTES_PER_CALL = 1 << 20
+"""Of deltas, beyond what the last job of a call brings: with log-probabilities, jobs send some hundred
+times as much as without."""
+
+
 def milliseconds(seconds: float) -> int:
     """Redis's unit; never 0."""
     return max(1, round(seconds * 1000))
@@ -51,6 +67,23 @@ def script_settings(settings: QueueSettings) -> dict[str, Any]:
         **{name: values[name] for name in LIMITS if values[name] is not None},
         "priorities": [priority.value for priority in Priority],
     }
+
+
+def renewal_calls(worker: str, renewals: Sequence[Renewal]) -> list[list[Any]]:
+    """Arguments of renew and release: per job its id, attempt, number of deltas, and the deltas."""
+    calls: list[list[Any]] = []
+    num_jobs = num_bytes = 0
+    for renewal in renewals:
+        if not calls or num_jobs >= RENEWALS_PER_CALL or num_bytes >= RENEWED_BYTES_PER_CALL:
+            calls.append([worker])
+            num_jobs = num_bytes = 0
+        calls[-1] += [renewal.job_id, renewal.attempt, len(renewal.deltas)]
+        num_jobs += 1
+        for delta in renewal.deltas:
+            content = delta.to_wire()
+            calls[-1] += [delta.index, len(delta.token_ids), content]
+            num_bytes += len(content)
+    return calls
 
 
 def entries(reply: Any) -> Entries:
@@ -118,7 +151,8 @@ def result(entry: Any, fields: Any) -> tuple[str, Result]:
     except InvalidJob as error:
         job_id = JobId(_text(fields, EntryField.ID))
         info = ErrorInfo(code=ErrorCode.UNDECODABLE, message=f"not a result: {error}")
-        return entry_id, Result(id=job_id, status=Status.FAILED, error=info)
+        failed = Result(id=job_id, status=Status.FAILED, finish_reason=FinishReason.ERROR, error=info)
+        return entry_id, failed
 
 
 def delta_page(page: Entries, cursor: str) -> DeltaPage:

@@ -17,7 +17,8 @@ from typing import TypeVar
 from tidemill.card import ModelCard
 from tidemill.client import Client
 from tidemill.errors import ConfigurationError, InvalidJob, JobUnknown, QueueFull, QueueUnavailable
-from tidemill.jobs import FinishReason, Job, JobId, Message, Result, SamplingParams, Status
+from tidemill.jobs import FinishReason, Job, JobId, Message, Result, Status
+from tidemill.params import SamplingParams
 from tidemill_producer.cancellation import stop
 from tidemill_producer.documents import Document, Unreadable
 from tidemill_producer.prose import prose_of

@@ -1,4 +1,7 @@
-"""A worker without a model, for tests of those who submit: it answers a prompt with the prompt."""
+"""A worker without a model, for tests of those who submit: it answers a prompt with the prompt.
+
+Of several generations, each ends with one `!` more than the one before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from tidemill.connection import connect
 from tidemill.errors import ErrorCode
-from tidemill.jobs import Delta, ErrorInfo, FinishReason, Job, Result, Status, Usage
+from tidemill.jobs import Choice, Delta, ErrorInfo, FinishReason, Job, Result, Status, Usage
 from tidemill.moves import Claimed, Renewal
 from tidemill.queue import Queue
 
@@ -32,15 +35,30 @@ def answer(claimed: Claimed) -> Result:
         error = ErrorInfo(code=ErrorCode.INTERNAL, message="asked to fail")
         return Result(id=job.id, status=Status.FAILED, error=error, attempts=claimed.attempt)
     text = job.prompt if job.prompt is not None else (job.messages or ())[-1].content
+    others = tuple(choice_of(text + "!" * index, index) for index in range(1, job.params.n))
     return Result(
         id=job.id,
         status=Status.SUCCEEDED,
         text=text,
         token_ids=tuple(map(ord, text)),
         finish_reason=FinishReason.STOP,
+        alternatives=others,
         usage=Usage(prompt_tokens=len(text), completion_tokens=len(text)),
         attempts=claimed.attempt,
         metadata=job.metadata,
+    )
+
+
+def choice_of(text: str, index: int) -> Choice:
+    return Choice(index=index, text=text, token_ids=tuple(map(ord, text)), finish_reason=FinishReason.STOP)
+
+
+def pieces_of(result: Result) -> tuple[Delta, ...]:
+    """All but the last character of each generation, by turns."""
+    drawn = sorted((p, c.index, t) for c in result.choices for p, t in enumerate(c.token_ids[:-1]))
+    return tuple(
+        Delta(index=index, choice=choice, text=chr(token), token_ids=(token,))
+        for index, (_, choice, token) in enumerate(drawn)
     )
 
 
@@ -53,11 +71,10 @@ async def work(queue: Queue, worker: str = "echo") -> int:
 
 
 async def finish(queue: Queue, claimed: Claimed, worker: str = "echo") -> Result:
-    """Answer one job; a streamed one after publishing all but its last character."""
+    """Answer one job; a streamed one after publishing `pieces_of` its result."""
     result = answer(claimed)
     if claimed.stream and result.text:
-        pieces = deltas(result.text)[:-1]
-        await queue.renew(worker, [Renewal(claimed.job_id, claimed.attempt, pieces)])
+        await queue.renew(worker, [Renewal(claimed.job_id, claimed.attempt, pieces_of(result))])
     await queue.finish(worker, claimed.attempt, result)
     return result
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from tidemill.jobs import Delta, Job, JobId, Priority, Result, SamplingParams, Status
+from tidemill.jobs import Delta, Job, JobId, Priority, Result, Status
 from tidemill.moves import Claimed, QueueSettings, Renewal, Submitted
+from tidemill.params import SamplingParams
 from tidemill.queue import Queue
 
 LEASE = 2.0

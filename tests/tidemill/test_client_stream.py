@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.tidemill.factories import make_job
 from tests.tidemill.servers import Server
 from tidemill.client import Client
 from tidemill.errors import JobUnknown
-from tidemill.jobs import Delta, JobId, Result, Status
+from tidemill.jobs import Choice, Delta, JobId, Result, Status, TokenLogprobs
 from tidemill.moves import Renewal
 from tidemill.queue import Queue
 
@@ -175,3 +175,54 @@ async def test_a_reader_that_leaves_disturbs_nobody(client: Client, queue: Queue
     leaving.cancel()
     await work(queue)
     assert await staying == list(deltas(TEXT))
+
+
+def make_choice(index: int, tokens: range) -> Choice:
+    logprobs = tuple(TokenLogprobs(token_id=token, logprob=-0.5, rank=1) for token in tokens)
+    return Choice(index=index, text=text_of(tokens), token_ids=tuple(tokens), logprobs=logprobs)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
+def piece_of(choice: Choice, first: int, end: int, *, after: int) -> Delta:
+    """Tokens `first` to `end` of a choice, after so many tokens of the job."""
+    tokens = choice.token_ids[first:end]
+    logprobs = (choice.logprobs or ())[first:end]
+    return Delta(index=after, choice=choice.index, text=text_of(tokens), token_ids=tokens, logprobs=logprobs)
+
+
+def as_result(first: Choice, *others: Choice) -> dict[str, object]:
+    """The fields of a result that hold these generations."""
+    return first.model_dump(exclude={"index", "logprobs"}) | {
+        "token_ids": first.token_ids,
+        "logprobs": first.logprobs,
+        "alternatives": others,
+    }
+
+
+async def test_the_generations_of_a_job_are_told_apart(client: Client, queue: Queue) -> None:
+    """Given pieces of two of three generations, when the job ends, then the rest of each comes last."""
+    first, second, third = (make_choice(i, range(10 * i + 10, 10 * i + 15)) for i in range(3))
+    await client.submit(make_job("a", prompt=TEXT, stream=True))
+    (claimed,) = await queue.claim("one", 1)
+    published = (
+        piece_of(first, 0, 2, after=0),
+        piece_of(third, 0, 1, after=2),
+        piece_of(first, 2, 3, after=3),
+        piece_of(third, 1, 5, after=4),
+    )
+    await publish(queue, "one", claimed.attempt, published)
+    reading = asyncio.create_task(read(client, JobId("a")))
+    await asyncio.wait([reading], timeout=0.05)
+    await end(queue, "one", claimed.attempt, **as_result(first, second, third))
+    assert await reading == [*published, piece_of(first, 3, 5, after=8), piece_of(second, 0, 5, after=10)]
+
+
+async def test_generations_without_pieces_come_whole(client: Client, queue: Queue) -> None:
+    first, second = make_choice(0, range(10, 13)), make_choice(1, range(20, 24))
+    await client.submit(make_job("a", prompt=TEXT))
+    (claimed,) = await queue.claim("one", 1)
+    await end(queue, "one", claimed.attempt, **as_result(first, second))
+    assert await read(client, JobId("a")) == [piece_of(first, 0, 3, after=0), piece_of(second, 0, 4, after=3)]

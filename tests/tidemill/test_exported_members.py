@@ -9,11 +9,13 @@ import tidemill
 def test_the_public_names_are_these() -> None:
     assert sorted(tidemill.__all__) == [
         "BlockingClient",
+        "Choice",
         "Client",
         "ClientSettings",
         "ConfigurationError",
         "Delta",
         "ErrorCode",
+        "FinishReason",
         "InvalidJob",
         "Job",
         "JobConflict",
@@ -27,6 +29,7 @@ def test_the_public_names_are_these() -> None:
         "Result",
         "SamplingParams",
         "Status",
+        "StructuredOutputs",
         "TidemillError",
     ]
 

@@ -47,21 +47,13 @@ local function record(job, result, status, finisher)
   end_deltas(job)
 end
 
-local function describe(id, status, code, message)
-  return {id = id, status = status, error = {code = code, message = message}}
-end
+-- What a generation says that the end of its job cut short.
+local CUT_SHORT = {cancelled = 'cancelled', expired = 'expired', failed = 'error'}
 
--- Adds what was generated so far.
-local function add_checkpoint(job, answer)
-  local text, token_ids = {}, {}
-  for _, json in ipairs(deltas_of(job)) do
-    local delta = cjson.decode(json)
-    text[#text + 1] = delta.text or ''
-    for _, token in ipairs(delta.token_ids) do token_ids[#token_ids + 1] = token end
-  end
-  if #token_ids == 0 then return end
-  answer.text, answer.token_ids = table.concat(text), token_ids
-  answer.usage = {completion_tokens = #token_ids}
+local function describe(id, status, code, message)
+  return {
+    id = id, status = status, finish_reason = CUT_SHORT[status], error = {code = code, message = message},
+  }
 end
 
 -- Adds what of the job goes into every result.
@@ -73,6 +65,68 @@ local function add_request(job, answer)
   end
 end
 
+-- How many generations the job asked for, as far as can be read.
+local MAX_N = 64
+
+local function n_of(job)
+  local ok, n = pcall(function() return cjson.decode(payload_of(job)).params.n end)
+  return math.min(ok and tonumber(n) or 1, MAX_N)
+end
+
+-- Log-probabilities end a delta's JSON. They stay text: cjson would round them, and turn an empty
+-- array into an object. Returns the rest, and the array's content.
+local function part(json)
+  local at = string.find(json, ',"logprobs":[', 1, true)
+  if not at then return json, nil end
+  return string.sub(json, 1, at - 1) .. '}', string.sub(json, at + #',"logprobs":[', -3)
+end
+
+local function add_delta(choice, delta, logprobs)
+  choice.text[#choice.text + 1] = delta.text or ''
+  for _, token in ipairs(delta.token_ids) do choice.token_ids[#choice.token_ids + 1] = token end
+  choice.logprobs[#choice.logprobs + 1] = logprobs
+  choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+end
+
+-- The generations of a job by number, from its checkpoint; how many tokens they have together.
+local function generations_of(job)
+  local choices, tokens = {}, 0
+  for index = 0, n_of(job) - 1 do choices[index] = {text = {}, token_ids = {}, logprobs = {}} end
+  for _, json in ipairs(deltas_of(job)) do
+    local rest, logprobs = part(json)
+    local delta = cjson.decode(rest)
+    add_delta(choices[delta.choice or 0], delta, logprobs)
+    tokens = tokens + #delta.token_ids
+  end
+  return choices, tokens
+end
+
+-- The JSON of an answer to which a generation was added, and of its alternatives if there are any.
+local function encode(answer, choice, alternatives)
+  if #choice.token_ids > 0 then
+    answer.text, answer.token_ids = table.concat(choice.text), choice.token_ids
+    answer.finish_reason = choice.finish_reason or answer.finish_reason
+    answer.stop_reason = choice.stop_reason
+  end
+  local json = string.sub(cjson.encode(answer), 1, -2)
+  if #choice.logprobs > 0 then
+    json = json .. ',"logprobs":[' .. table.concat(choice.logprobs, ',') .. ']'
+  end
+  if alternatives then json = json .. ',"alternatives":[' .. table.concat(alternatives, ',') .. ']' end
+  return json .. '}'
+end
+
+-- The answer's JSON with what was generated so far.
+local function with_generations(job, answer)
+  local choices, tokens = generations_of(job)
+  local alternatives = {}
+  for index, choice in ipairs(choices) do
+    alternatives[index] = encode({index = index, finish_reason = CUT_SHORT[answer.status]}, choice)
+  end
+  if tokens > 0 then answer.usage = {completion_tokens = tokens} end
+  return encode(answer, choices[0], #alternatives > 0 and alternatives)
+end
+
 -- Answers a job that no worker will finish; `move` is what decided so. Payload and checkpoint may be
 -- anything at all: what cannot be read of them is left out.
 local function close(job, move, status, code, message)
@@ -80,8 +134,8 @@ local function close(job, move, status, code, message)
   answer.attempts = number(job.attempt)
   answer.worker = job.worker
   pcall(add_request, job, answer)
-  pcall(add_checkpoint, job, answer)
-  local ok, json = pcall(cjson.encode, answer)
+  local ok, json = pcall(with_generations, job, answer)
+  if not ok then ok, json = pcall(cjson.encode, answer) end
   record(job, ok and json or cjson.encode(describe(job.id, status, code, message)), status, move)
 end
 

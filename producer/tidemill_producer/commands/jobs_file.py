@@ -89,5 +89,11 @@ def _with_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> dict[st
     merged = {**defaults, **data}
     params = data.get("params", {})
     if "params" in defaults and isinstance(params, dict):
-        merged["params"] = {**defaults["params"], **params}
+        merged["params"] = {**_yielding(defaults["params"], params), **params}
     return merged
+
+
+def _yielding(defaults: Mapping[str, Any], params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`defaults` without what a line says in other words."""
+    spelt_otherwise = {"structured_outputs"} if "response_format" in params else set()
+    return {name: value for name, value in defaults.items() if name not in spelt_otherwise}

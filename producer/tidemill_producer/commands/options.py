@@ -55,12 +55,20 @@ def exit_code_of(result: Result) -> ExitCode:
     return ExitCode.OK if result.status is Status.SUCCEEDED else ExitCode.FAILED
 
 
+def headline(index: int, n: int) -> str:
+    """What stands over the text of one of several generations."""
+    return f"--- {index + 1} of {n}"
+
+
 def print_result(result: Result, *, as_json: bool) -> ExitCode:
-    """The text of a generation, or why there is none; returns the exit status that says which."""
+    """The text of each generation, or why there is none; returns the exit status that says which."""
     if as_json:
         print_json(result_as_json(result))
     elif result.status is Status.SUCCEEDED:
-        print(result.text, flush=True)
+        for choice in result.choices:
+            if result.alternatives:
+                print(headline(choice.index, len(result.choices)))
+            print(choice.text, flush=True)
     else:
         reason = f" ({result.error.code}): {result.error.message}" if result.error else ""
         complain(f"job {result.id} {result.status}{reason}")

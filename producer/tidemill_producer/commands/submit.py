@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +12,8 @@ from tidemill.blocking import BlockingClient
 from tidemill.client import DEFAULT_URL
 from tidemill.errors import InvalidJob
 from tidemill.exit_codes import ExitCode
-from tidemill.jobs import Job, JobId, Priority
+from tidemill.jobs import Delta, Job, JobId, Priority
+from tidemill_producer.commands import generation_options as options
 from tidemill_producer.commands.jobs_file import JobsFile
 from tidemill_producer.commands.options import (
     AsJson,
@@ -21,6 +22,7 @@ from tidemill_producer.commands.options import (
     Timeout,
     complain,
     exit_code_of,
+    headline,
     print_json,
     print_result,
     result_as_json,
@@ -45,14 +47,26 @@ def submit(
     model: Annotated[
         str | None, typer.Option("--model", help="Refuse to be answered by any other model.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this string; may be given again.")
-    ] = None,
+    max_tokens: options.MaxTokens = None,
+    min_tokens: options.MinTokens = None,
+    stop: options.Stop = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    seed: options.Seed = None,
+    n: options.N = None,
+    param: options.Params = None,
+    json_schema: options.JsonSchema = None,
+    json_object: options.JsonObject = False,
+    regex: options.Regex = None,
+    choice: options.Choices = None,
+    grammar: options.Grammar = None,
+    logprobs: options.Logprobs = None,
+    echo: options.Echo = False,
     priority: Annotated[Priority | None, typer.Option(help="Served first to last.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Tenants share the workers fairly.")] = None,
     deadline: Annotated[
@@ -67,14 +81,31 @@ def submit(
 ) -> None:
     """Put one job, or a file of jobs, in a queue and print the ids.
 
-    With --wait the results are printed instead: the text of a single job, JSON lines for a file.
+    With --wait the results are printed instead: the text of a single job, JSON lines for a file. Texts
+    of several generations (--n) come under a line each, such as `--- 1 of 3`.
 
     A line of a file is a JSON object with the fields of a job: id, prompt or messages or
     prompt_token_ids, params, priority, tenant, deadline, metadata. Options given here fill what a
     line leaves out. A bad line is reported, the others are submitted, and the exit status is 2.
     """
-    params = _given(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    params = options.other_params(param or ()) | _given(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        n=n,
+        structured_outputs=options.structured_outputs(
+            json_schema=json_schema, json_object=json_object, regex=regex, choices=choice, grammar=grammar
+        ),
+        logprobs=logprobs,
+        echo=echo or None,
     )
     fields = _given(
         model=model, priority=priority, tenant=tenant, deadline=deadline, params=params, stream=stream or None
@@ -118,28 +149,43 @@ def _submit_one(
 ) -> ExitCode:
     job_id = client.submit(job)
     if job.stream:
-        return _print_stream(client, job_id, timeout=timeout, as_json=as_json)
+        return _print_stream(client, job_id, n=job.params.n, timeout=timeout, as_json=as_json)
     if wait:
         return print_result(client.result(job_id, timeout=timeout), as_json=as_json)
     _print_id(client, job_id, as_json=as_json)
     return ExitCode.OK
 
 
-def _print_stream(client: BlockingClient, job_id: JobId, *, timeout: float | None, as_json: bool) -> ExitCode:
+def _print_stream(
+    client: BlockingClient, job_id: JobId, *, n: int, timeout: float | None, as_json: bool
+) -> ExitCode:
     """With `as_json` the deltas, one a line, and then the result."""
-    for delta in client.stream(job_id, timeout=timeout):
-        if as_json:
-            print_json(delta.model_dump(mode="json"))
-        else:
-            print(delta.text, end="", flush=True)
-    result = client.result(job_id)
+    deltas = client.stream(job_id, timeout=timeout)
     if as_json:
-        return print_result(result, as_json=True)
-    print(flush=True)
+        for delta in deltas:
+            print_json(delta.model_dump(mode="json"))
+        return print_result(client.result(job_id), as_json=True)
+    _print_texts(deltas, n)
+    result = client.result(job_id)
     code = exit_code_of(result)
     if code is not ExitCode.OK:
         print_result(result, as_json=False)
     return code
+
+
+def _print_texts(deltas: Iterable[Delta], n: int) -> None:
+    """The first generation as it comes; the others, which come at the same time, after it."""
+    others = [""] * n
+    if n > 1:
+        print(headline(0, n), flush=True)
+    for delta in deltas:
+        if delta.choice == 0:
+            print(delta.text, end="", flush=True)
+        else:
+            others[delta.choice] += delta.text
+    print(flush=True)
+    for index in range(1, n):
+        print(headline(index, n), others[index], sep="\n", flush=True)
 
 
 def _submit_file(
