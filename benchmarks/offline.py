@@ -26,8 +26,8 @@ from tidemill import Job, SamplingParams
 from tidemill.client import Client
 from tidemill_worker.app import ServedModel, build_model
 from tidemill_worker.embedded import embedded_valkey
-from tidemill_worker.engine import Request
 from tidemill_worker.model.checkpoint import locate_embedded
+from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.settings import WorkerSettings, load_settings
 
 FLAGS = {
@@ -123,8 +123,8 @@ def run_direct(served: ServedModel, pieces: Sequence[Piece]) -> None:
     """The engine in this process, with detokenization, as the worker runs it."""
     for index, piece in enumerate(pieces):
         params = params_of(piece)
-        text = served.tokenizer.output_text(params.stop)
-        served.engine.add(Request(str(index), piece.token_ids, params, seed=0, output_text=text))
+        choice = OpenChoice(0, served.tokenizer.output_text(params, piece.token_ids))
+        served.engine.add(Request(str(index), piece.token_ids, params, seed=0, choices=[choice]))
     while served.engine.has_unfinished:
         served.engine.step()
 

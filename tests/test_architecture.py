@@ -24,6 +24,7 @@ COMPONENTS = {
     "tidemill_worker": ROOT / "worker" / "tidemill_worker",
 }
 READMES = ("tidemill", "producer", "scheduler", "kernels", "worker", "benchmarks", "deploy")
+ENGINE = ("tidemill_worker.engine", "tidemill_worker.generation", "tidemill_worker.request")
 MAX_LINES = 400
 SCREEN = 60
 VAGUE_NAMES = frozenset({"common", "helper", "helpers", "misc", "util", "utils"})
@@ -85,7 +86,9 @@ def in_command(use: Use) -> bool:
 
 def contract_imports(use: Use) -> bool:
     lazy = ("tidemill_producer", "tidemill_worker", "typer", "rich")
-    return only("tidemill", "pydantic", "redis")(use) and not (in_command(use) and use.touches(*lazy))
+    return only("tidemill", "pydantic", "pydantic_core", "redis")(use) and not (
+        in_command(use) and use.touches(*lazy)
+    )
 
 
 def reads_environment(use: Use) -> bool:
@@ -110,8 +113,8 @@ RULES = (
     Rule("the worker does not import the producer",
          ("tidemill_worker",), none_of("tidemill_producer")),
     Rule("the engine sees the scheduler and the contract, no tensors and no queue",
-         ("tidemill_worker.engine",),
-         only("tidemill.jobs", "tidemill.errors", "tidemill_scheduler", "tidemill_worker.engine")),
+         ENGINE,
+         only("tidemill.jobs", "tidemill.params", "tidemill.errors", "tidemill_scheduler", *ENGINE, "numpy")),
     Rule("the model sees nothing of the rest of the worker",
          ("tidemill_worker.model",),
          lambda use: use.touches("tidemill_worker") and not use.touches("tidemill_worker.model")),
@@ -144,6 +147,8 @@ OFFENDERS = (
     ("the engine", Source("tidemill_worker.engine", "import torch")),
     ("the engine", Source("tidemill_worker.engine", "from tidemill_worker import service")),
     ("the engine", Source("tidemill_worker.engine", "from tidemill.queue import Queue")),
+    ("the engine", Source("tidemill_worker.generation", "import torch")),
+    ("the engine", Source("tidemill_worker.request", "from tidemill_worker import tokenizer")),
     ("the model sees", Source("tidemill_worker.model.runner", "from tidemill_worker.engine import Runner")),
     ("the model sees", Source("tidemill_worker.model.runner", "import tidemill_worker")),
     ("the model does", Source("tidemill_worker.model.runner", "from tidemill import client")),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tidemill_kernels.gumbel_argmax import gumbel_argmax
+from tidemill_kernels.activations import silu
+from tidemill_kernels.choose_tokens import ROW, choose_tokens, scratch_bytes
 from tidemill_kernels.kv_write import kv_write
 from tidemill_kernels.paged_attention import paged_attention
-from tidemill_kernels.silu import silu
+from tidemill_kernels.rank_tokens import rank_tokens
 
 
 def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
@@ -26,4 +27,8 @@ def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -
         scale=1.0,
     )
     silu(torch.zeros(1))
-    gumbel_argmax(np.zeros(1, np.float32), np.zeros(1, np.int64), np.uint64(0), choice=0, index=0)
+    logits = torch.zeros(1)
+    row = np.zeros(1, ROW)
+    row["logits"], row["temperature"], row["top_p"] = logits.data_ptr(), 1, 1
+    choose_tokens(row, 1, np.empty(scratch_bytes(1) // 8 * torch.get_num_threads(), np.int64))
+    rank_tokens(row["logits"].copy(), np.zeros(1, np.int64), vocabulary=1, num_top=1)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.worker.factories import make_claim
-from tidemill.jobs import FinishReason, Job, JobId, Result
+from tidemill.jobs import Choice, Job, JobId, Result, TokenLogprobs
 from tidemill_worker.admission import Admission
 from tidemill_worker.answers import Answers
 from tidemill_worker.app import build_model
-from tidemill_worker.engine import Request
+from tidemill_worker.held import HeldJobs
+from tidemill_worker.request import Request
 from tidemill_worker.settings import load_settings
 
 
@@ -19,14 +20,20 @@ from tidemill_worker.settings import load_settings
 class Answer:
     """What of a result depends on the job alone."""
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
+    choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
 
     @classmethod
     def of(cls, result: Result) -> Answer:
-        return cls(result.text, result.token_ids, result.finish_reason, result.stop_reason)
+        return cls(result.choices, result.prompt_logprobs)
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
 
 
 class Oracle:
@@ -48,33 +55,24 @@ class Oracle:
         self.tokenizer = model.tokenizer
         self.limits = model.limits
         self._engine = model.engine
-        self._admission = Admission(model.tokenizer, model.limits, Answers(model=model_name, worker="oracle"))
+        self._admission = Admission(
+            model.tokenizer, model.grammars, model.limits, Answers(model=model_name, worker="oracle")
+        )
 
     def answers(self, jobs: Iterable[Job]) -> dict[JobId, Answer]:
         """The answer to each; jobs that draw must name their seed."""
-        requests = {}
+        held = HeldJobs()
         for job in jobs:
             assert job.params.seed is not None or job.params.temperature == 0
             claim = make_claim(job)
-            prepared = self._admission.prepare(claim, self._admission.hold(claim))
+            one = self._admission.hold(claim)
+            held.hold(one)
+            prepared = self._admission.prepare(claim, one)
             assert isinstance(prepared, Request), prepared
             self._engine.add(prepared)
-            requests[prepared.id] = job.id
-        return self._run(requests)
-
-    def _run(self, requests: dict[str, JobId]) -> dict[JobId, Answer]:
-        texts = dict.fromkeys(requests, "")
-        tokens: dict[str, tuple[int, ...]] = dict.fromkeys(requests, ())
         answers = {}
         while self._engine.has_unfinished:
-            for output in self._engine.step():
-                texts[output.request_id] += output.text
-                tokens[output.request_id] += output.token_ids
+            for one, output in held.record(self._engine.step()):
                 if output.finished:
-                    answers[requests[output.request_id]] = Answer(
-                        texts[output.request_id],
-                        tokens[output.request_id],
-                        output.finish_reason,
-                        output.stop_reason,
-                    )
+                    answers[one.id] = Answer.of(self._admission.answers.generated(one, output))
         return answers

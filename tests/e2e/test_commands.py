@@ -17,7 +17,8 @@ from tests.tidemill.servers import Server
 from tests.worker.model.texts import paragraphs
 from tidemill.client import Client
 from tidemill.exit_codes import ExitCode
-from tidemill.jobs import Job, JobId, SamplingParams
+from tidemill.jobs import Job, JobId
+from tidemill.params import SamplingParams
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("worker")]
 

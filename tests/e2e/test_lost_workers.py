@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,10 @@ from tests.tidemill.audit import Audit
 from tests.tidemill.servers import Server, running, valkey_binary
 from tidemill.client import Client, ClientSettings
 from tidemill.connection import connect
-from tidemill.jobs import Delta, Job, JobId, Result, SamplingParams, Status
+from tidemill.jobs import Delta, Job, JobId, Result, Status
 from tidemill.keys import QueueKeys
 from tidemill.moves import CancelOutcome, JobState, QueueSettings
+from tidemill.params import SamplingParams
 from tidemill.queue import Queue
 
 QUEUE = "crew"
@@ -34,18 +36,19 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def make_jobs(label: str, *, max_tokens: int = MAX_TOKENS) -> list[Job]:
-    """Greedy and drawn, streamed and not: one for each place of a worker."""
+    """Greedy and drawn, streamed and not, all that a checkpoint has to hold: one for each place."""
     prompts = ["The tide was", "Once a miller", "In the morning they", "The old mill"]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 1},
+        {"temperature": 0.8, "n": 2, "prompt_logprobs": 0},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 0.8, "structured_outputs": {"regex": "[a-z ]{2000}"}, "logprobs": 0},
+    ]
     return [
         Job(
             id=JobId(f"{label}-{number}-{uuid.uuid4().hex[:8]}"),
             prompt=prompt,
-            params=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=0.8 if number % 2 else 0.0,
-                seed=number if number % 2 else None,
-                ignore_eos=True,
-            ),
+            params=SamplingParams(max_tokens=max_tokens, seed=number, ignore_eos=True, **kinds[number]),
             stream=number >= 2,
         )
         for number, prompt in enumerate(prompts)
@@ -166,7 +169,7 @@ async def test_a_killed_worker_s_jobs_go_on_where_they_were(
 
     # Resumed, not begun again: the survivor has generated what was missing only.
     survivor_tokens = survivor.metric("tidemill_generation_tokens_total") - before
-    everything = sum(len(result.token_ids) for result in results)
+    everything = sum(result.usage.completion_tokens for result in results)
     assert survivor_tokens <= everything - PLACES * CHECKPOINTED
     await place.assert_nothing_left()
 
@@ -214,7 +217,7 @@ async def test_what_outlasts_the_grace_period_is_handed_back_and_resumed(
     assert all(heir.did(result) for result in results)
     for stream, answer in zip(streams, undisturbed[2:], strict=True):
         assert_whole(await stream, answer)
-    everything = sum(len(result.token_ids) for result in results)
+    everything = sum(result.usage.completion_tokens for result in results)
     assert heir.metric("tidemill_generation_tokens_total") - before == everything - stored
     await place.assert_nothing_left()
 

@@ -28,9 +28,28 @@ from tidemill.client import Client, batched
 from tidemill.errors import ErrorCode, InvalidJob
 from tidemill.jobs import WIRE_VERSION, Job, Priority, Result, Status
 from tidemill.keys import DEFAULT_RESULTS, JobField, QueueKeys
+from tidemill.params import SamplingParams
 from tidemill.queue import Queue
 
 NUM_GOOD = 99
+YEAR = {"type": "object", "properties": {"y": {"enum": [1999, 2024]}}, "required": ["y"]}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.9},
+    {"temperature": 0.0, "stop": [" the", "\n"]},
+    {"temperature": 1.2, "stop_token_ids": [28, 30], "ignore_eos": True},
+    {"temperature": 0.9, "n": 3, "logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1, "echo": True},
+    {"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {"28": 3.5}, "bad_words": ["the", "Paris"]},
+    {"temperature": 0.0, "stop": ["e"], "include_stop_str_in_output": True, "min_tokens": 4},
+    {"temperature": 0.0, "truncate_prompt_tokens": 5, "skip_special_tokens": False},
+    {"temperature": 0.8, "structured_outputs": {"regex": "[a-f]{3,9}"}},
+    {"temperature": 0.0, "structured_outputs": {"choice": ["yes", "no"]}},
+    {"temperature": 0.8, "n": 2, "response_format": {"type": "json_schema", "json_schema": {"schema": YEAR}}},
+]
+"""Every parameter there is; `max_tokens` and `seed` come on top."""
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 pytestmark = pytest.mark.timeout(180)
 
@@ -50,14 +69,7 @@ def _inputs(oracle: Oracle) -> Iterator[dict[str, Any]]:
 
 
 def _job(number: int, given: dict[str, Any]) -> Job:
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"temperature": 1.0, "top_k": 40, "top_p": 0.9},
-        {"temperature": 0.0, "stop": [" the", "\n"]},
-        {"temperature": 1.2, "stop_token_ids": [28, 30], "ignore_eos": True},
-    ]
-    params = {"max_tokens": 8 + number % 5, "seed": number, **kinds[number % len(kinds)]}
+    params = {"max_tokens": 8 + number % 5, "seed": number, **KINDS[number % len(KINDS)]}
     return Job.parse(
         {
             "id": f"good-{number}",
@@ -90,14 +102,24 @@ def assert_right(result: Result, job: Job, answer: Answer, oracle: Oracle) -> No
     assert result.status is Status.SUCCEEDED, result
     assert Answer.of(result) == answer
     assert (result.attempts, result.metadata, result.error) == (1, job.metadata, None)
-    assert result.usage.completion_tokens == len(result.token_ids) <= job.params.max_tokens
-    assert result.usage.prompt_tokens == len(oracle.tokenizer.prompt_token_ids(job))
-    if result.finish_reason == "length":
+    params, prompt = job.params, oracle.tokenizer.prompt_token_ids(job)
+    assert [choice.index for choice in result.choices] == list(range(params.n))
+    assert all(len(choice.token_ids) <= params.max_tokens for choice in result.choices)
+    assert result.usage.completion_tokens == sum(len(choice.token_ids) for choice in result.choices)
+    assert result.usage.prompt_tokens == len(prompt)
+    if result.finish_reason == "length" and params.skip_special_tokens and not params.echo:
         assert result.text == oracle.tokenizer.decode(result.token_ids)
-    if job.messages and job.messages[0].content == CAPITAL[0]["content"] and not job.params.temperature:
-        assert result.text.startswith(
-            "The capital of France is Paris" if not job.params.stop else "The capital"
-        )
+    if params.logprobs is not None:
+        assert all(len(choice.logprobs or ()) == len(choice.token_ids) for choice in result.choices)
+    if params.prompt_logprobs is not None:
+        assert len(result.prompt_logprobs or ()) == len(prompt)
+    if job.messages and job.messages[0].content == CAPITAL[0]["content"] and params == plain(params):
+        assert result.text.startswith("The capital of France is Paris")
+
+
+def plain(params: SamplingParams) -> SamplingParams:
+    """Greedy, and nothing else asked for."""
+    return SamplingParams(max_tokens=params.max_tokens, seed=params.seed, temperature=0.0)
 
 
 def assert_refused(result: Result, bad: BadJob) -> None:
@@ -132,8 +154,10 @@ async def test_every_job_gets_its_own_answer(
         assert_refused(results[one.id], one)
     assert all(worker.did(result) for result in results.values())
     for job_id, pieces in deltas.items():
-        assert "".join(piece.text for piece in pieces) == results[job_id].text
-        assert sum((piece.token_ids for piece in pieces), ()) == results[job_id].token_ids
+        for choice in results[job_id].choices:
+            own = [piece for piece in pieces if piece.choice == choice.index]
+            assert "".join(piece.text for piece in own) == choice.text
+            assert sum((piece.token_ids for piece in own), ()) == choice.token_ids
 
     # The entries without a job: nobody can be told but whoever reads the default stream.
     refused = [result for _, result in await queue.results(DEFAULT_RESULTS)]

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
+from tests.worker.scripted import Ranked, ranked
 from tidemill.card import ModelCard
 from tidemill.client import Client
 from tidemill.connection import connect
 from tidemill.errors import InvalidJob
-from tidemill.jobs import Delta, FinishReason, Job, JobId, Message, Usage
+from tidemill.jobs import Delta, Job, JobId, Message
 from tidemill.moves import Claimed, QueueSettings
 from tidemill.queue import Queue
 from tidemill_worker.admission import Admission, ModelLimits
 from tidemill_worker.answers import Answers
-from tidemill_worker.engine import EngineStats, Marks, Request, StepOutput
+from tidemill_worker.engine import EngineStats, StepOutput
+from tidemill_worker.generation import Marks
+from tidemill_worker.grammar import GrammarCompiler
 from tidemill_worker.held import HeldJob
 from tidemill_worker.leases import OpenQueue
 from tidemill_worker.metrics import Metrics
+from tidemill_worker.request import OpenChoice, Request, ending_after
 from tidemill_worker.service import Service, ServiceConfig
 from tidemill_worker.tokenizer import Tokenizer
 
@@ -82,9 +87,7 @@ def render_chat(messages: Sequence[Message]) -> str:
 
 
 def make_tokenizer(*, adds_bos: bool = False, chat: bool = True) -> Tokenizer:
-    return Tokenizer(
-        byte_level_backend(adds_bos=adds_bos), render=render_chat if chat else None, bos_token_id=0
-    )
+    return Tokenizer(byte_level_backend(adds_bos=adds_bos), render=render_chat if chat else None)
 
 
 def make_limits(**changes: Any) -> ModelLimits:
@@ -99,11 +102,12 @@ def make_admission(
     tokenizer: Tokenizer | None = None,
     limits: ModelLimits | None = None,
     clock: Callable[[], float] | None = None,
+    worker: str = "w1",
 ) -> Admission:
     extra = {} if clock is None else {"clock": clock}
-    return Admission(
-        tokenizer or make_tokenizer(), limits or make_limits(), Answers(model=MODEL, worker="w1"), **extra
-    )
+    tokenizer, limits = tokenizer or make_tokenizer(), limits or make_limits()
+    grammars = GrammarCompiler(tokenizer, limits.end_of_text)
+    return Admission(tokenizer, grammars, limits, Answers(model=MODEL, worker=worker), **extra)
 
 
 def make_job(prompt: str | None = "The tide", **changes: Any) -> Job:
@@ -128,17 +132,32 @@ def make_claim(job: Job | bytes | None = None, **changes: Any) -> Claimed:
     return Claimed(**{**values, **changes})
 
 
-def make_held(name: str = "job", **changes: Any) -> HeldJob:
+def token_text(token_id: int) -> tuple[str, tuple[int, ...] | None]:
+    """What tokens say where none is decoded: odd ones are no character by themselves."""
+    return (f"<{token_id}>", None) if token_id % 2 == 0 else ("\ufffd", (token_id,))
+
+
+def make_held(name: str = "job", *, params: dict[str, Any] | None = None, **changes: Any) -> HeldJob:
+    """A job just claimed; one that is decoded already if its `params` are given."""
     values: dict[str, Any] = {"id": JobId(name), "attempt": 1, "stream": False, "claimed": 0.0}
-    return HeldJob(**{**values, **changes})
+    if params is not None:
+        values["job"] = make_job(params={"temperature": 1.0, **params})
+    return HeldJob(**{**values, "token_text": token_text, **changes})
 
 
-def make_delta(index: int, *token_ids: int, text: str = "") -> Delta:
-    return Delta(index=index, token_ids=token_ids, text=text)
+def make_delta(index: int, *token_ids: int, text: str = "", **changes: Any) -> Delta:
+    return Delta(index=index, token_ids=token_ids, text=text, **changes)
 
 
-def make_output(request_id: str, *token_ids: int, text: str = "", **changes: Any) -> StepOutput:
-    return StepOutput(request_id, token_ids, text, **changes)
+MARKS = Marks(added=0.0, scheduled=0.0, first_token=0.0, finished=0.0)
+
+
+def make_output(
+    request_id: str, *token_ids: int, text: str = "", num_top: int | None = None, **changes: Any
+) -> StepOutput:
+    """What a step brought; with `num_top`, each token's logprobs too."""
+    entries = () if num_top is None else tuple(ranked(token, num_top) for token in token_ids)
+    return StepOutput(request_id, token_ids, text, **({"logprobs": entries} | changes))
 
 
 def make_stats(**changes: Any) -> EngineStats:
@@ -146,21 +165,54 @@ def make_stats(**changes: Any) -> EngineStats:
     return EngineStats(**{**values, **changes})
 
 
-def ramp(request: Request) -> Iterator[int]:
-    """What the fake model says: a token sequence that depends on prompt and position alone."""
-    position = len(request.output_token_ids)
-    start = sum(request.prompt_token_ids) % 50
+def ramp(prompt: Sequence[int], choice: int = 0, position: int = 0) -> Iterator[int]:
+    """What the fake model says: tokens that depend on prompt, choice and position alone."""
+    start = sum(prompt) % 50 + 13 * choice
     while True:
         yield 70 + (start + 7 * position) % 180
         position += 1
 
 
 @dataclass
-class FakeEngine:
-    """An engine without a model: each step brings each request one token.
+class Ramp:
+    """One generation of the fake engine."""
 
-    It stops at stop strings and `max_tokens`. If paced, its steps bring tokens only as often as that
-    is allowed; a poisoned token in a prompt makes the step raise.
+    request: Request
+    choice: OpenChoice
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.choice.output_token_ids)
+        self._model = ramp(self.request.prompt_token_ids, self.choice.index, self.num_tokens)
+
+    def advance(self) -> StepOutput:
+        """Its next token. There is no end of text here; it ends at stops and at `max_tokens`."""
+        token = next(self._model)
+        self.num_tokens += 1
+        ending = ending_after(token, self.num_tokens, self.request.params, frozenset(), self.choice)
+        text = self.choice.output_text.take()
+        if ending is not None:
+            text += self.choice.output_text.close()
+        return StepOutput(
+            self.request.id,
+            (token,),
+            text,
+            self.choice.index,
+            self._logprobs(token),
+            ending and ending.finish_reason,
+            ending and ending.stop_reason,
+        )
+
+    def _logprobs(self, token: int) -> tuple[Ranked, ...]:
+        wanted = self.request.params.logprobs
+        return () if wanted is None else (ranked(token, wanted),)
+
+
+@dataclass
+class FakeEngine:
+    """An engine without a model: each step brings each generation one token.
+
+    If paced, its steps bring tokens only as often as that is allowed; a poisoned token in a prompt
+    makes the step raise.
     """
 
     max_prompt: int = 10_000
@@ -168,7 +220,7 @@ class FakeEngine:
     paced: bool = False
     aborted: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
-    _running: dict[str, tuple[Request, Iterator[int], list[int]]] = field(default_factory=dict)
+    _running: dict[str, list[Ramp]] = field(default_factory=dict)
     checks: int = 0
     _generated: int = 0
     _steps: int = 0
@@ -192,7 +244,7 @@ class FakeEngine:
         if request.id in self._running:
             raise AssertionError(f"{request.id} was added twice")
         self.seen.append(request.id)
-        self._running[request.id] = (request, ramp(request), list(request.output_token_ids))
+        self._running[request.id] = [Ramp(request, choice) for choice in request.choices]
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -202,30 +254,27 @@ class FakeEngine:
         if self.paced and not self._allowed.acquire(timeout=0.01):
             return []
         self._steps += 1
-        return [self._advance(*state) for state in list(self._running.values())]
+        running = [ramp for ramps in self._running.values() for ramp in ramps]
+        return [self._advance(ramp) for ramp in running]
 
-    def _advance(self, request: Request, model: Iterator[int], output: list[int]) -> StepOutput:
+    def _advance(self, ramp: Ramp) -> StepOutput:
+        request = ramp.request
         if self.poison is not None and self.poison in request.prompt_token_ids:
             raise RuntimeError("the model broke")
-        token = next(model)
-        output.append(token)
+        output = ramp.advance()
         self._generated += 1
-        stop = request.output_text.append(token)
-        reason = FinishReason.STOP if stop else None
-        if reason is None and len(output) >= request.params.max_tokens:
-            reason = FinishReason.LENGTH
-        text = request.output_text.take()
-        if reason is None:
-            return StepOutput(request.id, (token,), text)
+        if output.finish_reason is None:
+            return output
+        self._running[request.id].remove(ramp)
+        if self._running[request.id]:
+            return output
         del self._running[request.id]
-        return StepOutput(
-            request.id,
-            (token,),
-            text + request.output_text.close(),
-            reason,
-            stop,
-            usage=Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=len(output)),
-            marks=Marks(added=0.0, scheduled=0.0, first_token=0.0, finished=0.0),
+        wanted = request.params.prompt_logprobs
+        scored = () if wanted is None else request.prompt_token_ids[1:]
+        return replace(
+            output,
+            marks=MARKS,
+            prompt_logprobs=None if wanted is None else tuple(ranked(token, wanted) for token in scored),
         )
 
     def stats(self) -> EngineStats:
@@ -238,11 +287,10 @@ class FakeEngine:
         self.checks += 1
 
 
-def expected_tokens(job: Job, count: int, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+def expected_tokens(job: Job, count: int, choice: int = 0) -> tuple[int, ...]:
     """What the fake engine generates for `job`, undisturbed."""
-    prompt = (tokenizer or make_tokenizer()).prompt_token_ids(job)
-    request = Request(job.id, prompt, job.params, 0, make_tokenizer().output_text())
-    return tuple(token for token, _ in zip(ramp(request), range(count), strict=False))
+    prompt = make_tokenizer().prompt_token_ids(job)
+    return tuple(itertools.islice(ramp(prompt, choice), count))
 
 
 @dataclass(frozen=True)
@@ -311,7 +359,7 @@ async def running_worker(
             grace_period=grace_period,
         ),
         engine=engine,
-        admission=Admission(make_tokenizer(), limits, Answers(model=MODEL, worker=name)),
+        admission=make_admission(limits=limits, worker=name),
         card=ModelCard(
             model=MODEL, max_model_len=limits.max_model_len, max_total_tokens=limits.max_total_tokens
         ),

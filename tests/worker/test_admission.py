@@ -16,10 +16,11 @@ from tests.worker.factories import (
     make_tokenizer,
 )
 from tidemill.errors import ErrorCode
-from tidemill.jobs import ErrorInfo, FinishReason, Job, Result, Status
+from tidemill.jobs import Delta, ErrorInfo, FinishReason, Job, Result, Status
 from tidemill.moves import Claimed
+from tidemill_worker import admission as admission_module
 from tidemill_worker.admission import Admission
-from tidemill_worker.engine import Request
+from tidemill_worker.request import Ending, Request
 
 
 def prepare(claim: Claimed, admission: Admission | None = None) -> Request | Result:
@@ -47,7 +48,7 @@ def test_a_good_job_becomes_a_request() -> None:
     assert request.prompt_token_ids == make_tokenizer().prompt_token_ids(job)
     assert (request.params, request.seed) == (job.params, 99)
     assert (request.priority, request.salt) == (0, b"acme")
-    assert request.output_token_ids == ()
+    assert [(choice.index, choice.output_token_ids) for choice in request.choices] == [(0, ())]
 
 
 def test_priorities_keep_their_order() -> None:
@@ -113,7 +114,7 @@ def test_token_ids_outside_the_vocabulary_are_named() -> None:
 
 def test_an_unforeseen_fault_is_the_answer_of_this_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = make_admission()
-    monkeypatch.setattr(admission.tokenizer, "prompt_token_ids", lambda _: 1 / 0)
+    monkeypatch.setattr(admission.tokenizer, "prompt_token_ids", lambda *_, **__: 1 / 0)
     result = prepare(make_claim(), admission)
     assert isinstance(result, Result)
     assert result.error is not None
@@ -150,10 +151,11 @@ def test_a_resumed_job_replays_its_checkpoint() -> None:
     held = admission.hold(claim)
     request = admission.prepare(claim, held)
     assert isinstance(request, Request)
-    assert list(request.output_token_ids) == tokens == held.token_ids
-    assert (held.text, held.has_news) == ("A", False)
-    assert [request.output_text.append(word(token)) for token in ("Į", "Ĭ")] == [None, None]
-    assert request.output_text.take() == "🌊"
+    (choice,) = request.choices
+    assert list(choice.output_token_ids) == tokens == held.choice(0).token_ids
+    assert (held.choice(0).text, held.has_news) == ("A", False)
+    assert [choice.output_text.append(word(token)) for token in ("Į", "Ĭ")] == [None, None]
+    assert choice.output_text.take() == "🌊"
 
 
 @pytest.mark.parametrize(
@@ -180,3 +182,73 @@ def test_a_generation_that_was_complete_is_answered_without_a_step(
 def test_end_of_text_may_be_ignored() -> None:
     claim = make_claim(make_job(params={"ignore_eos": True}), checkpoint=(make_delta(0, word("<eos>")),))
     assert isinstance(prepare(claim), Request)
+
+
+def test_every_generation_is_a_choice_of_its_own() -> None:
+    request = prepare(make_claim(make_job(params={"n": 3, "temperature": 1.0, "bad_words": ["mill"]})))
+    assert isinstance(request, Request)
+    assert [choice.index for choice in request.choices] == [0, 1, 2]
+    assert len({id(choice.output_text) for choice in request.choices}) == 3
+    assert request.bad_words == make_tokenizer().bad_words(["mill"])
+
+
+def test_each_choice_goes_on_from_its_own_checkpoint() -> None:
+    """The second had ended; it is not made again."""
+    admission = make_admission()
+    a, b, eos = word("A"), word("B"), word("<eos>")
+    deltas = (
+        Delta(index=0, choice=0, token_ids=(a,), text="A"),
+        Delta(index=1, choice=1, token_ids=(b, eos), text="B"),
+        Delta(index=3, choice=0, token_ids=(b,), text="B"),
+    )
+    claim = make_claim(make_job(params={"n": 3, "temperature": 1.0}), checkpoint=deltas)
+    held = admission.hold(claim)
+    request = admission.prepare(claim, held)
+    assert isinstance(request, Request)
+    assert [(choice.index, choice.output_token_ids) for choice in request.choices] == [(0, (a, b)), (2, ())]
+    assert held.choice(1).ending == Ending(FinishReason.STOP)
+    assert [choice.text for choice in held.choices] == ["AB", "B", ""]
+
+
+def test_prompt_logprobs_are_computed_even_if_the_generation_was_complete() -> None:
+    params = {"max_tokens": 1, "prompt_logprobs": 0}
+    claim = make_claim(make_job(params=params), checkpoint=(make_delta(0, word("A")),))
+    request = prepare(claim)
+    assert isinstance(request, Request)
+    assert request.choices == []
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"n": 64, "max_tokens": 40, "temperature": 1.0, "logprobs": 20}, "params.logprobs"),
+        ({"prompt_logprobs": 20}, "params.prompt_logprobs"),
+    ],
+)
+def test_more_logprobs_than_a_result_can_hold_are_refused(
+    params: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_module, "MAX_LOGPROBS", 40)
+    error = refusal(make_job(params=params))
+    assert (error.code, error.field, error.limit) == (ErrorCode.INVALID_REQUEST, field, 40)
+
+
+def test_a_bias_outside_the_vocabulary_is_named() -> None:
+    error = refusal(make_job(params={"logit_bias": {100_000: 1.0}}))
+    assert (error.field, error.limit) == ("params.logit_bias.100000", make_tokenizer().vocab_size)
+
+
+def test_a_grammar_stands_where_the_checkpoint_ends() -> None:
+    job = make_job(params={"structured_outputs": {"choice": ["AB", "AC"]}})
+    request = prepare(make_claim(job, checkpoint=(make_delta(0, word("A"), text="A"),)))
+    assert isinstance(request, Request)
+    grammar = request.choices[0].grammar
+    assert grammar is not None
+    allowed = grammar.allowed_tokens()
+    tokens = [token for token in range(32 * len(allowed)) if allowed[token // 32] >> (token % 32) & 1]
+    assert tokens == sorted([word("B"), word("C")])
+
+
+def test_what_cannot_be_compiled_is_refused_by_field() -> None:
+    error = refusal(make_job(params={"structured_outputs": {"regex": "(["}}))
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "params.structured_outputs.regex")

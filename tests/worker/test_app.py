@@ -18,6 +18,7 @@ from tidemill_worker.app import (
     rehearse,
     scheduler_config,
 )
+from tidemill_worker.grammar import GrammarCompiler
 from tidemill_worker.held import HeldJobs
 from tidemill_worker.metrics import Metrics
 from tidemill_worker.settings import load_settings
@@ -55,7 +56,16 @@ def test_a_cache_larger_than_the_machine_is_refused(tmp_path: Path) -> None:
 
 def test_two_starts_are_two_workers(place: Place) -> None:
     """A name used again would let a zombie's results pass for its successor's."""
-    model = ServedModel(FakeEngine(), make_tokenizer(), make_limits(), "f", "cpu", "float32")  # type: ignore[arg-type]
+    tokenizer, limits = make_tokenizer(), make_limits()
+    model = ServedModel(
+        engine=FakeEngine(),  # type: ignore[arg-type]
+        tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, limits.end_of_text),
+        limits=limits,
+        fingerprint="f",
+        device="cpu",
+        dtype="float32",
+    )
     services = [build_service(load_settings(), model, opener(place), Metrics("tiny")) for _ in range(2)]
     names = {service._config.worker for service in services}
     assert len(names) == 2
@@ -77,7 +87,7 @@ def test_a_worker_whose_work_does_not_move_is_not_healthy(stuck: float, ok: bool
 def test_a_rehearsal_leaves_the_engine_empty() -> None:
     engine = FakeEngine()
     rehearse(engine, make_tokenizer())  # type: ignore[arg-type]
-    assert engine.seen == ["rehearsal"]
+    assert engine.seen == ["rehearsal-0", "rehearsal-1"]
     assert not engine.has_unfinished
 
 

@@ -2,89 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from tests.worker.scripted import EOS, Spelling, make_engine, make_request, ranked, run, script, text, tokens
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import FinishReason, SamplingParams
-from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
-from tidemill_worker.engine import Engine, Generation, Request, StepOutput
-
-EOS = 99
-LETTERS = {1: "a", 2: "b", 3: "c", EOS: "<eos>"}
-
-
-@dataclass
-class Script:
-    """A runner that says what it was told to, by request id; then 1 for ever."""
-
-    lines: dict[str, list[int]]
-    plans: list[StepPlan] = field(default_factory=list)
-
-    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> dict[SequenceId, int]:
-        self.plans.append(plan)
-        sampled = {}
-        for row in plan.rows:
-            if row.sample:
-                line = self.lines.get(generations[row.sequence].request.id, [])
-                sampled[row.sequence] = line.pop(0) if line else 1
-        return sampled
-
-
-class Letters:
-    """Text of one letter a token, that stops at a string and holds back its first letter."""
-
-    def __init__(self, stop: str | None = None) -> None:
-        self.stop, self.all, self.taken = stop, "", 0
-
-    def append(self, token_id: int) -> str | None:
-        self.all += LETTERS[token_id]
-        if self.stop and self.stop in self.all:
-            self.all = self.all.split(self.stop)[0]
-            return self.stop
-        return None
-
-    def take(self) -> str:
-        held_back = self.stop is not None and self.all.endswith(self.stop[0])
-        return self._up_to(len(self.all) - held_back)
-
-    def close(self) -> str:
-        return self._up_to(len(self.all))
-
-    def _up_to(self, end: int) -> str:
-        text, self.taken = self.all[self.taken : end], end
-        return text
-
-
-def make_engine(lines: dict[str, list[int]] | None = None, **config: Any) -> Engine:
-    settings: dict[str, Any] = {"num_blocks": 16, "block_size": 4, "max_model_len": 512}
-    return Engine(Script(lines or {}), Scheduler(SchedulerConfig(**(settings | config))), frozenset({EOS}))
-
-
-def make_request(
-    name: str, prompt: Sequence[int] = (7, 8, 9), stop: str | None = None, **params: Any
-) -> Request:
-    return Request(name, prompt, SamplingParams(**({"max_tokens": 5} | params)), 0, Letters(stop))
-
-
-def run(engine: Engine) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check_integrity()
-    return outputs
-
-
-def text(outputs: list[StepOutput]) -> str:
-    return "".join(output.text for output in outputs)
+from tidemill.jobs import FinishReason
 
 
 @pytest.mark.parametrize(
-    ("line", "params", "stop", "reason", "stop_reason", "tokens", "expected"),
+    ("line", "params", "stop", "reason", "stop_reason", "num_tokens", "expected"),
     [
         ([2, 2, 2, 2, 2, 2], {}, None, FinishReason.LENGTH, None, 5, "bbbbb"),
         ([2, EOS], {}, None, FinishReason.STOP, None, 2, "b"),
@@ -103,7 +31,7 @@ def test_when_a_generation_ends(
     stop: str | None,
     reason: FinishReason,
     stop_reason: str | int | None,
-    tokens: int,
+    num_tokens: int,
     expected: str,
 ) -> None:
     engine = make_engine({"x": line})
@@ -113,9 +41,7 @@ def test_when_a_generation_ends(
     assert (last.finish_reason, last.stop_reason) == (reason, stop_reason)
     assert all(not output.finished for output in outputs[:-1])
     assert text(outputs) == expected
-    assert last.usage is not None
-    assert last.usage.completion_tokens == sum(len(output.token_ids) for output in outputs) == tokens
-    assert last.usage.prompt_tokens == 3
+    assert len(tokens(outputs)) == num_tokens
 
 
 def test_many_requests_share_steps_and_keep_their_own_ends() -> None:
@@ -125,7 +51,7 @@ def test_many_requests_share_steps_and_keep_their_own_ends() -> None:
     outputs = run(engine)
     assert text(outputs["a"]) == "bbbbb"
     assert text(outputs["b"]) == "c"
-    assert len(engine.runner.plans) == 5  # type: ignore[attr-defined]
+    assert len(script(engine).plans) == 5
 
 
 def test_a_row_without_logits_fails_its_request_alone() -> None:
@@ -133,11 +59,21 @@ def test_a_row_without_logits_fails_its_request_alone() -> None:
     engine.add(make_request("bad"))
     engine.add(make_request("good"))
     outputs = run(engine)
-    error = outputs["bad"][-1].error
-    assert error is not None
-    assert error.code is ErrorCode.INTERNAL
+    last = outputs["bad"][-1]
+    assert last.error is not None
+    assert (last.error.code, last.finish_reason) == (ErrorCode.INTERNAL, FinishReason.ERROR)
     assert text(outputs["good"]) == "ccccc"
     assert engine.stats().kv_usage == 0
+
+
+def test_a_grammar_that_has_failed_says_why_no_token_is_left() -> None:
+    engine = make_engine({"x": [2, -1]})
+    grammar = Spelling(2, 3)
+    grammar.error = "too deep"
+    engine.add(make_request("x", grammar=grammar))
+    error = run(engine)["x"][-1].error
+    assert error is not None
+    assert (error.code, "too deep" in error.message) == (ErrorCode.INTERNAL, True)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +127,10 @@ def test_an_aborted_request_is_never_heard_of_again() -> None:
 
 def test_a_resumed_request_generates_only_the_rest() -> None:
     engine = make_engine({"x": [3] * 9})
-    request = make_request("x")
-    request.output_token_ids = [2, 2]
-    engine.add(request)
+    engine.add(make_request("x", resumed=[2, 2]))
     outputs = run(engine)["x"]
     assert text(outputs) == "ccc"
-    assert outputs[-1].usage is not None
-    assert (outputs[-1].usage.prompt_tokens, outputs[-1].usage.completion_tokens) == (3, 5)
+    assert (engine.stats().prompt_tokens, engine.stats().generation_tokens) == (3, 3)
 
 
 def test_marks_are_in_order_and_counters_count() -> None:
@@ -215,4 +148,63 @@ def test_marks_are_in_order_and_counters_count() -> None:
 def test_nothing_to_do_runs_nothing() -> None:
     engine = make_engine()
     assert engine.step() == []
-    assert engine.runner.plans == []  # type: ignore[attr-defined]
+    assert script(engine).plans == []
+
+
+def test_a_second_request_reports_what_the_prefix_cache_had() -> None:
+    engine = make_engine()
+    prompt = list(range(10))
+    engine.add(make_request("first", prompt))
+    assert run(engine)["first"][-1].num_cached_tokens == 0
+    engine.add(make_request("second", prompt))
+    assert run(engine)["second"][-1].num_cached_tokens == 8
+
+
+def test_a_grammar_that_is_complete_ends_the_generation() -> None:
+    """Nothing but the end of the text could follow, so it is not waited for."""
+    engine = make_engine({"x": [2, 3, 2, EOS]})
+    engine.add(make_request("x", grammar=Spelling(2, 3, 2)))
+    outputs = run(engine)["x"]
+    assert script(engine).masks == [[2], [3], [2]]
+    assert (text(outputs), tokens(outputs)) == ("bcb", [2, 3, 2])
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "params", "stop", "reason", "stop_reason"),
+    [
+        ([2, 3], {"max_tokens": 2}, None, FinishReason.LENGTH, None),
+        ([2, 3, 2], {"max_tokens": 3}, None, FinishReason.STOP, None),
+        ([2, 3], {}, "c", FinishReason.STOP, "c"),
+        ([2, 3], {"stop_token_ids": (3,)}, None, FinishReason.STOP, 3),
+    ],
+)
+def test_a_grammar_may_be_cut_off_by_every_other_end(
+    line: list[int],
+    params: dict[str, Any],
+    stop: str | None,
+    reason: FinishReason,
+    stop_reason: str | int | None,
+) -> None:
+    engine = make_engine({"x": line})
+    engine.add(make_request("x", stop=stop, grammar=Spelling(2, 3, 2), **params))
+    last = run(engine)["x"][-1]
+    assert (last.finish_reason, last.stop_reason) == (reason, stop_reason)
+
+
+def test_end_of_text_ends_a_grammar_though_it_is_to_be_ignored() -> None:
+    """A grammar that allows nothing else would leave no token to draw."""
+    engine = make_engine({"x": [2, EOS]})
+    grammar = Spelling(2, EOS)
+    engine.add(make_request("x", grammar=grammar, ignore_eos=True))
+    last = run(engine)["x"][-1]
+    assert (last.finish_reason, grammar.left) == (FinishReason.STOP, [EOS])
+
+
+def test_each_token_brings_its_logprobs_if_they_were_asked_for() -> None:
+    engine = make_engine({"x": [2, 3, EOS], "y": [2, 3, EOS]})
+    engine.add(make_request("x", logprobs=2))
+    engine.add(make_request("y"))
+    outputs = run(engine)
+    assert [output.logprobs for output in outputs["x"]] == [(ranked(token, 2),) for token in (2, 3, EOS)]
+    assert [output.logprobs for output in outputs["y"]] == [(), (), ()]

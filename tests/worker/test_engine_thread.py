@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from tests.worker.factories import FakeEngine, eventually, make_job, make_tokenizer
 from tidemill.errors import ErrorCode
-from tidemill_worker.engine import Request, StepOutput
+from tidemill_worker.engine import StepOutput
 from tidemill_worker.engine_thread import EngineThread
+from tidemill_worker.request import OpenChoice, Request
 
 
 class Listener:
@@ -57,7 +58,8 @@ def thread(engine: FakeEngine, listener: Listener) -> Iterator[EngineThread]:
 def make_request(name: str, prompt: str = "Mill", max_tokens: int = 4) -> Request:
     tokenizer = make_tokenizer()
     job = make_job(prompt, params={"max_tokens": max_tokens})
-    return Request(name, tokenizer.prompt_token_ids(job), job.params, 0, tokenizer.output_text())
+    choices = [OpenChoice(0, tokenizer.output_text(job.params))]
+    return Request(name, tokenizer.prompt_token_ids(job), job.params, 0, choices)
 
 
 def test_requests_run_until_they_finish(thread: EngineThread, listener: Listener) -> None:

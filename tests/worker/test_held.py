@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.factories import make_delta, make_held, make_output
-from tidemill.jobs import Delta, FinishReason
+from tests.worker.factories import MARKS, make_delta, make_held, make_output, token_text
+from tests.worker.scripted import Ranked
+from tidemill.jobs import Delta, FinishReason, Logprob, TokenLogprobs
+from tidemill_worker.engine import StepOutput
 from tidemill_worker.held import HeldJob, HeldJobs
+from tidemill_worker.request import Ending
+from tidemill_worker.token_logprobs import on_wire
 
 
 def holding(*jobs: HeldJob) -> HeldJobs:
@@ -19,39 +27,138 @@ def holding(*jobs: HeldJob) -> HeldJobs:
 
 @given(
     steps=st.lists(
-        st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(["confirm", "lose reply", "no"]))
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=5),
+            st.sampled_from(["confirm", "lose reply", "no"]),
+        )
     )
 )
-def test_checkpoints_add_up_however_replies_are_lost(steps: list[tuple[list[int], str]]) -> None:
+def test_checkpoints_add_up_however_replies_are_lost(steps: list[tuple[list[tuple[int, int]], str]]) -> None:
     """Given a queue that drops what it has by index, when replies get lost, then nothing is missing or
-    twice."""
-    job = make_held()
+    twice, of any of the generations."""
+    job = make_held(params={"n": 3, "logprobs": 1})
     stored: list[Delta] = []
-    for token_ids, fate in steps:
-        for token_id in token_ids:
-            job.extend([token_id], f"{token_id};")
-        if fate == "no":
-            continue
-        deltas = job.checkpoint()
-        have = sum(len(delta.token_ids) for delta in stored)
-        stored += [delta for delta in deltas if delta.index >= have]
-        if fate == "confirm":
-            job.confirm(deltas)
-    have = sum(len(delta.token_ids) for delta in stored)
-    stored += [delta for delta in job.checkpoint() if delta.index >= have]
-    tokens = [token for delta in stored for token in delta.token_ids]
-    assert tokens == job.token_ids
-    assert "".join(delta.text for delta in stored) == job.text == "".join(f"{t};" for t in tokens)
+
+    def store(deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            have = sum(len(delta.token_ids) for delta in stored)
+            assert delta.index <= have  # else the queue would see a gap
+            if delta.index == have:
+                stored.append(delta)
+
+    for drawn, fate in steps:
+        for choice, token_id in drawn:
+            job.take_in(make_output(job.request_id, token_id, choice=choice, text=f"{token_id};", num_top=1))
+        if fate != "no":
+            deltas = job.checkpoint()
+            store(deltas)
+            if fate == "confirm":
+                job.confirm(deltas)
+    store(job.checkpoint())
+    for choice in job.choices:
+        own = [delta for delta in stored if delta.choice == choice.index]
+        assert [token for delta in own for token in delta.token_ids] == choice.token_ids
+        assert "".join(delta.text for delta in own) == choice.text
+        assert choice.text == "".join(f"{token};" for token in choice.token_ids)
+        said = on_wire(choice.logprobs, token_text)
+        assert tuple(entry for delta in own for entry in delta.logprobs) == said
+        assert [entry.token_id for entry in said] == choice.token_ids
 
 
 def test_a_resumed_job_sends_only_what_is_new() -> None:
     job = make_held()
-    job.resume([1, 2, 3], "abc")
+    job.resume(0, [1, 2, 3], "abc")
     assert (job.checkpoint(), job.has_news) == ((), False)
-    job.extend([4], "d")
+    job.take_in(make_output(job.request_id, 4, text="d"))
     assert job.has_news
     assert job.checkpoint() == (make_delta(3, 4, text="d"),)
-    assert job.text == "abcd"
+    assert job.choice(0).text == "abcd"
+
+
+def test_resumed_generations_go_on_where_each_of_them_was() -> None:
+    """Given three, one of them ended and one not begun, then new tokens follow on what all have stored."""
+    job = make_held(params={"n": 3})
+    job.resume(0, [1, 2], "ab", ending=Ending(FinishReason.STOP, "c"))
+    job.resume(1, [3], "c")
+    job.resume(2, [], "")
+    assert (job.checkpoint(), job.has_news) == ((), False)
+    job.take_in(make_output(job.request_id, 5, choice=2, text="e"))
+    job.take_in(make_output(job.request_id, 4, choice=1, text="d"))
+    assert job.checkpoint() == (make_delta(3, 4, text="d", choice=1), make_delta(4, 5, text="e", choice=2))
+    assert [choice.text for choice in job.choices] == ["ab", "cd", "e"]
+    assert [choice.ending for choice in job.choices] == [Ending(FinishReason.STOP, "c"), None, None]
+
+
+def test_logprobs_of_an_earlier_attempt_are_the_same_to_the_last_bit() -> None:
+    first = make_held(params={"logprobs": 2})
+    for token in (3, 4, 5):
+        entry = Ranked(token, -1 / 3 * token, 2, ((token + 1, -0.1), (token, -1 / 3 * token)))
+        first.take_in(StepOutput(first.request_id, (token,), "x", logprobs=(entry,)))
+    stored = tuple(Delta.from_wire(delta.to_wire()) for delta in first.checkpoint())
+    second = make_held(params={"logprobs": 2}, attempt=2)
+    second.resume(0, [3, 4, 5], "xxx", [entry for delta in stored for entry in delta.logprobs])
+    resumed, undisturbed = (on_wire(job.choice(0).logprobs, token_text) for job in (second, first))
+    assert resumed == undisturbed
+
+
+def test_a_token_is_named_by_its_text_and_bytes() -> None:
+    job = make_held(params={"logprobs": 2})
+    entry = Ranked(8, -0.5, 2, ((7, -0.25), (8, -0.5)))
+    job.take_in(StepOutput(job.request_id, (8,), "x", logprobs=(entry,)))
+    [delta] = job.checkpoint()
+    assert delta.logprobs == (
+        TokenLogprobs(
+            token_id=8,
+            logprob=-0.5,
+            rank=2,
+            token="<8>",
+            top=(
+                Logprob(token_id=7, logprob=-0.25, rank=1, token="\ufffd", bytes=(7,)),
+                Logprob(token_id=8, logprob=-0.5, rank=2, token="<8>"),
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("impossible", [-math.inf, math.nan, -1e30])
+def test_an_impossible_token_is_a_number_that_json_can_say(impossible: float) -> None:
+    [entry] = on_wire([Ranked(8, impossible, 9, ((7, 0.0), (8, impossible)))], token_text)
+    assert (entry.logprob, [likely.logprob for likely in entry.top]) == (-9999.0, [0.0, -9999.0])
+    assert TokenLogprobs.from_wire(entry.to_wire()) == entry
+
+
+def test_an_echoed_prompt_is_stored_with_the_first_token() -> None:
+    """Given a fresh job whose text begins with the prompt's, then those who stream it get that too."""
+    job = make_held()
+    job.resume(0, [], "the prompt")
+    assert job.checkpoint() == ()
+    job.take_in(make_output(job.request_id, 1, text=" a"))
+    assert job.checkpoint() == (make_delta(0, 1, text="the prompt a"),)
+
+
+def test_a_renewal_amid_a_resumption_sends_nothing() -> None:
+    """The lease thread does not wait for the preparation of a job that it renews already."""
+    job = make_held(params={"n": 2})
+
+    class Watched(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            for token_id in super().__iter__():
+                yield token_id
+                assert (job.checkpoint(), job.has_news) == ((), False)
+
+    job.resume(0, Watched([1, 2]), "ab")
+    job.resume(1, Watched([3]), "c")
+    assert (job.checkpoint(), job.has_news) == ((), False)
+
+
+def test_a_generation_ends_before_its_job() -> None:
+    job = make_held(params={"n": 2})
+    held = holding(job)
+    held.record([make_output(job.request_id, 5, choice=1, finish_reason=FinishReason.LENGTH)])
+    assert (job.ended, held.num_live) == (False, 1)
+    held.record([make_output(job.request_id, 6, finish_reason=FinishReason.STOP, marks=MARKS)])
+    assert (job.ended, held.num_live) == (True, 0)
+    assert [choice.ending and choice.ending.finish_reason for choice in job.choices] == ["stop", "length"]
 
 
 def test_a_job_ends_once() -> None:
@@ -59,15 +166,15 @@ def test_a_job_ends_once() -> None:
     held = holding(job)
     assert held.end(job.request_id) is job
     assert held.end(job.request_id) is None
-    late = make_output(job.request_id, 5, finish_reason=FinishReason.STOP)
+    late = make_output(job.request_id, 5, finish_reason=FinishReason.STOP, marks=MARKS)
     assert held.record([late]) == []
-    assert job.token_ids == []
+    assert (job.choice(0).token_ids, job.choice(0).ending) == ([], None)
 
 
 def test_a_finished_job_cannot_be_cancelled() -> None:
     job = make_held()
     held = holding(job)
-    last = make_output(job.request_id, 5, text="x", finish_reason=FinishReason.STOP)
+    last = make_output(job.request_id, 5, text="x", finish_reason=FinishReason.STOP, marks=MARKS)
     assert held.record([last]) == [(job, last)]
     assert held.end(job.request_id) is None
 

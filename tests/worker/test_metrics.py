@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 
 from tests.worker.factories import make_held, make_output, make_stats
 from tidemill.errors import ConfigurationError
-from tidemill.jobs import FinishReason, Result, Status
+from tidemill.jobs import Choice, FinishReason, JobId, Result, Status
 from tidemill_worker.endpoint import Endpoint, Health, _Handler
-from tidemill_worker.engine import Marks
-from tidemill_worker.metrics import HISTOGRAMS, TTFT_BUCKETS, Metrics
+from tidemill_worker.generation import Marks
+from tidemill_worker.metrics import HISTOGRAMS, REASONS, TTFT_BUCKETS, Metrics
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 
@@ -75,22 +75,60 @@ def test_a_prefill_step_without_a_token_is_no_first_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("status", "reason", "name"),
     [
-        ({"status": Status.SUCCEEDED, "finish_reason": FinishReason.STOP}, "stop"),
-        ({"status": Status.SUCCEEDED, "finish_reason": FinishReason.LENGTH}, "length"),
-        ({"status": Status.CANCELLED}, "abort"),
-        ({"status": Status.EXPIRED}, "abort"),
-        ({"status": Status.FAILED}, "error"),
+        (Status.SUCCEEDED, FinishReason.STOP, "stop"),
+        (Status.SUCCEEDED, FinishReason.LENGTH, "length"),
+        (Status.CANCELLED, FinishReason.CANCELLED, "abort"),
+        (Status.EXPIRED, FinishReason.EXPIRED, "abort"),
+        (Status.FAILED, FinishReason.ERROR, "error"),
     ],
 )
-def test_requests_are_counted_by_how_they_ended(changes: dict[str, object], reason: str) -> None:
+def test_requests_are_counted_by_how_they_ended(status: Status, reason: FinishReason, name: str) -> None:
     """request_success{abort} was always 0 (vllm#31503)."""
     metrics = Metrics("tiny")
-    assert value(metrics, "vllm:request_success_total", finished_reason=reason) == 0
-    metrics.ended(make_held(), Result.model_validate({"id": "job", **changes}))
-    assert value(metrics, "vllm:request_success_total", finished_reason=reason) == 1
-    assert value(metrics, "tidemill_requests_finished_total", finished_reason=reason) == 1
+    assert value(metrics, "vllm:request_success_total", finished_reason=name) == 0
+    metrics.ended(make_held(), Result(id=JobId("job"), status=status, finish_reason=reason))
+    assert value(metrics, "vllm:request_success_total", finished_reason=name) == 1
+    assert value(metrics, "tidemill_requests_finished_total", finished_reason=name) == 1
+
+
+def test_every_reason_has_a_name_in_the_metrics() -> None:
+    assert set(REASONS) == set(FinishReason)
+
+
+def test_each_generation_counts_by_how_it_ended_and_the_request_by_their_number() -> None:
+    metrics = Metrics("tiny")
+    endings = (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED)
+    first, *others = (Choice(index=index, finish_reason=reason) for index, reason in enumerate(endings))
+    metrics.ended(
+        make_held(),
+        Result(
+            id=JobId("job"),
+            status=Status.CANCELLED,
+            finish_reason=first.finish_reason,
+            alternatives=tuple(others),
+        ),
+    )
+    counts = [
+        value(metrics, "vllm:request_success_total", finished_reason=reason)
+        for reason in ("stop", "length", "abort", "error")
+    ]
+    assert counts == [1, 1, 2, 0]
+    for name in ("vllm:request_params_n", "tidemill_request_params_n"):
+        assert (value(metrics, f"{name}_sum"), value(metrics, f"{name}_count")) == (4, 1)
+
+
+def test_latencies_between_tokens_are_those_of_one_generation() -> None:
+    """Given two generations in turn, then the time since the other's token is no latency."""
+    clock = Clock()
+    metrics, held = Metrics("tiny", clock), make_held()
+    for now, choice in ((1.0, 0), (2.0, 1), (5.0, 0), (7.0, 1)):
+        clock.now = now
+        metrics.progressed(held, make_output("job/1", 1, choice=choice))
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == 4.0 + 5.0
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 2
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 1.0 + 2.0
 
 
 def test_the_engine_is_read_when_asked() -> None:

@@ -131,7 +131,7 @@ async def test_a_running_job_can_be_cancelled(place: Place, client: Client) -> N
         await eventually(lambda: engine._generated == 6)
         assert await client.cancel(job.id) is CancelOutcome.REQUESTED
         result = await result_of(client, job)
-        assert (result.status, result.error and result.error.code) == (Status.CANCELLED, ErrorCode.CANCELLED)
+        assert (result.status, result.finish_reason) == (Status.CANCELLED, FinishReason.CANCELLED)
         assert result.token_ids == undisturbed(job)[0][:3]
         assert result.text == make_tokenizer().decode(result.token_ids)
         engine.free()
@@ -148,7 +148,7 @@ async def test_a_deadline_passes_in_mid_generation(place: Place, client: Client)
         await client.submit(job)
         engine.allow(3)
         result = await result_of(client, job)
-    assert (result.status, result.finish_reason) == (Status.EXPIRED, None)
+    assert (result.status, result.finish_reason) == (Status.EXPIRED, FinishReason.EXPIRED)
     assert result.error is not None
     assert (result.error.code, result.error.limit) == (ErrorCode.DEADLINE_EXCEEDED, 0.4)
 

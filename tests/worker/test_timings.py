@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tests.worker.factories import MODEL, make_admission, make_claim, make_job, make_limits
+from tests.worker.scripted import Step
 from tidemill.jobs import Result, Timings
 from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
 from tidemill_worker.answers import Answers
-from tidemill_worker.engine import Engine, Generation, Request
+from tidemill_worker.engine import Engine
+from tidemill_worker.generation import Generation
 from tidemill_worker.held import HeldJob
+from tidemill_worker.request import Request
 
 TOKEN = 70
 
@@ -31,9 +34,9 @@ class SlowRunner:
 
     time: Time
 
-    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> dict[SequenceId, int]:
+    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> Step:
         self.time.now += plan.num_tokens
-        return {row.sequence: TOKEN for row in plan.rows if row.sample}
+        return Step({row.sequence: TOKEN for row in plan.rows if row.sample})
 
 
 def test_each_second_of_a_job_is_in_one_stage() -> None:

@@ -7,19 +7,24 @@ good ones nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import structlog
 
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import Job, Priority, Result, SamplingParams
+from tidemill.jobs import Job, Priority, Result
 from tidemill.moves import Claimed
+from tidemill.params import SamplingParams
 from tidemill_worker.answers import Answers
-from tidemill_worker.engine import Ending, OutputText, Request, ending_after
+from tidemill_worker.grammar import GrammarCompiler
 from tidemill_worker.held import HeldJob
+from tidemill_worker.request import Ending, OpenChoice, Request, ending_after
 from tidemill_worker.tokenizer import Tokenizer
 
+MAX_LOGPROBS = 1 << 17
+"""Of the prompt, and of all that is generated; each takes some 70 bytes of the result."""
 PRIORITIES = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 """The engine's numbers: lower goes first."""
 
@@ -35,12 +40,18 @@ class ModelLimits:
     """Tokens that the whole KV cache holds; no job can ever have more."""
     end_of_text: frozenset[int]
 
+    @property
+    def capacity(self) -> int:
+        """Prompt plus output, in tokens, that a job can have here."""
+        return min(self.max_model_len, self.max_total_tokens)
+
 
 @dataclass(frozen=True)
 class Admission:
     """Validates and tokenizes claimed jobs for one model."""
 
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
     limits: ModelLimits
     answers: Answers
     clock: Callable[[], float] = time.monotonic
@@ -56,6 +67,7 @@ class Admission:
             attempt=claimed.attempt,
             stream=claimed.stream,
             claimed=now,
+            token_text=self.tokenizer.token_text,
             queued=(claimed.claimed_ms - claimed.submitted_ms) / 1000,
             deadline=deadline,
         )
@@ -75,25 +87,59 @@ class Admission:
 
     def _prepare(self, claimed: Claimed, held: HeldJob) -> Request | Result:
         job = held.job = Job.from_wire(claimed.payload)
+        params = job.params
         self._check_model(job)
-        self._check_stop_tokens(job.params)
-        prompt = self.tokenizer.prompt_token_ids(job)
+        self._check_vocabulary(params)
+        prompt = self.tokenizer.prompt_token_ids(job, capacity=self.limits.capacity)
         held.num_prompt_tokens = len(prompt)
         self._check_length(job, len(prompt))
-        output_text = self.tokenizer.output_text(job.params.stop)
-        ending = self._replay(claimed, held, job.params, output_text)
-        if ending is not None:
-            return self.answers.completed_before(held, ending)
+        _check_num_logprobs(params, len(prompt))
+        bad_words = self.tokenizer.bad_words(params.bad_words)
+        choices = self._open_choices(claimed, held, params, prompt)
+        if not choices and params.prompt_logprobs is None:
+            return self.answers.completed_before(held)
         return Request(
             id=held.request_id,
             prompt_token_ids=prompt,
-            params=job.params,
-            seed=claimed.seed if job.params.seed is None else job.params.seed,
-            output_text=output_text,
-            output_token_ids=tuple(held.token_ids),
+            params=params,
+            seed=claimed.seed if params.seed is None else params.seed,
+            choices=choices,
+            bad_words=bad_words,
             priority=PRIORITIES[job.priority],
             salt=job.tenant.encode(),
         )
+
+    def _open_choices(
+        self, claimed: Claimed, held: HeldJob, params: SamplingParams, prompt: Sequence[int]
+    ) -> list[OpenChoice]:
+        """The generations to be made, or gone on with; those that have ended are known to `held`."""
+        outputs = params.structured_outputs
+        grammar = None if outputs is None else self.grammars.compile(outputs)
+        choices = []
+        for index in range(params.n):
+            output_text = self.tokenizer.output_text(params, prompt)
+            choice = OpenChoice(index, output_text, None if grammar is None else grammar.start())
+            if not self._replay(claimed, held, params, choice):
+                choices.append(choice)
+        return choices
+
+    def _replay(
+        self, claimed: Claimed, held: HeldJob, params: SamplingParams, choice: OpenChoice
+    ) -> Ending | None:
+        """Take up the checkpoint of an earlier attempt; return how the generation ended, if it had."""
+        token_ids: list[int] = []
+        ending = None
+        deltas = [delta for delta in claimed.checkpoint if delta.choice == choice.index]
+        for token in chain.from_iterable(delta.token_ids for delta in deltas):
+            token_ids.append(token)
+            ending = ending_after(token, len(token_ids), params, self.limits.end_of_text, choice)
+            if ending is not None:
+                break
+        logprobs = list(chain.from_iterable(delta.logprobs for delta in deltas))
+        text = choice.output_text.take() if ending is None else choice.output_text.close()
+        held.resume(choice.index, token_ids, text, logprobs[: len(token_ids)], ending)
+        choice.output_token_ids = tuple(token_ids)
+        return ending
 
     def _check_model(self, job: Job) -> None:
         served = self.limits.model_name
@@ -105,15 +151,15 @@ class Admission:
                 code=ErrorCode.MODEL_MISMATCH,
             )
 
-    def _check_stop_tokens(self, params: SamplingParams) -> None:
+    def _check_vocabulary(self, params: SamplingParams) -> None:
         size = self.tokenizer.vocab_size
-        for position, token_id in enumerate(params.stop_token_ids):
-            if token_id >= size:
-                field = f"params.stop_token_ids.{position}"
+        named = [(f"stop_token_ids.{place}", token) for place, token in enumerate(params.stop_token_ids)]
+        named += [(f"logit_bias.{token}", token) for token in params.logit_bias]
+        for name, token in named:
+            if token >= size:
+                field = f"params.{name}"
                 raise InvalidJob(
-                    f"{field}: {token_id} is not in the vocabulary of {size} tokens",
-                    field=field,
-                    limit=size,
+                    f"{field}: {token} is not in the vocabulary of {size} tokens", field=field, limit=size
                 )
 
     def _check_length(self, job: Job, num_prompt_tokens: int) -> None:
@@ -154,19 +200,21 @@ class Admission:
                 code=code,
             )
 
-    def _replay(
-        self, claimed: Claimed, held: HeldJob, params: SamplingParams, output_text: OutputText
-    ) -> Ending | None:
-        """Take up the checkpoint of an earlier attempt; return how it ended, if it had."""
-        token_ids: list[int] = []
-        ending = None
-        for token in (token for delta in claimed.checkpoint for token in delta.token_ids):
-            token_ids.append(token)
-            ending = ending_after(token, len(token_ids), params, self.limits.end_of_text, output_text)
-            if ending is not None:
-                break
-        held.resume(token_ids, output_text.take() if ending is None else output_text.close())
-        return ending
+
+def _check_num_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    asked = {
+        "logprobs": (params.logprobs, params.n * params.max_tokens),
+        "prompt_logprobs": (params.prompt_logprobs, num_prompt_tokens),
+    }
+    for name, (num_likeliest, num_tokens) in asked.items():
+        if num_likeliest is None or num_tokens * (num_likeliest + 1) <= MAX_LOGPROBS:
+            continue
+        raise InvalidJob(
+            f"params.{name}: each of {num_tokens} tokens with {num_likeliest} others are more than the"
+            f" {MAX_LOGPROBS} entries that a result can hold",
+            field=f"params.{name}",
+            limit=MAX_LOGPROBS,
+        )
 
 
 def _input_field(job: Job) -> str:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import ErrorInfo, FinishReason, Result, Status, Timings, Usage
-from tidemill_worker.engine import Ending, Marks, StepOutput
+from tidemill.jobs import Choice, ErrorInfo, FinishReason, Result, Status, Timings, TokenLogprobs, Usage
+from tidemill_worker.engine import StepOutput
+from tidemill_worker.generation import Marks, RankedToken
 from tidemill_worker.held import HeldJob
+from tidemill_worker.held_choice import HeldChoice
+from tidemill_worker.token_logprobs import on_wire
+
+CUT_SHORT: Mapping[Status, FinishReason] = {
+    Status.CANCELLED: FinishReason.CANCELLED,
+    Status.EXPIRED: FinishReason.EXPIRED,
+    Status.FAILED: FinishReason.ERROR,
+}
+"""What a generation says that the end of its job cut short; one that had ended by itself keeps its reason."""
 
 
 @dataclass(frozen=True)
@@ -18,26 +29,19 @@ class Answers:
     worker: str
 
     def generated(self, held: HeldJob, output: StepOutput) -> Result:
-        """The engine has finished: with a generation, or with an error on this job alone."""
-        status = Status.SUCCEEDED if output.error is None else Status.FAILED
+        """The engine has finished: with all generations, or with an error on this job alone."""
         return self._result(
             held,
-            status,
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-            usage=output.usage,
+            Status.SUCCEEDED if output.error is None else Status.FAILED,
+            cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=_prompt_logprobs(held, output.prompt_logprobs),
             timings=_timings(held, output.marks),
             error=output.error,
         )
 
-    def completed_before(self, held: HeldJob, ending: Ending) -> Result:
+    def completed_before(self, held: HeldJob) -> Result:
         """An earlier attempt had generated everything but not recorded it."""
-        return self._result(
-            held,
-            Status.SUCCEEDED,
-            finish_reason=ending.finish_reason,
-            stop_reason=ending.stop_reason,
-        )
+        return self._result(held, Status.SUCCEEDED)
 
     def refused(self, held: HeldJob, error: InvalidJob) -> Result:
         """The job is wrong, or wrong for this model."""
@@ -67,27 +71,59 @@ class Answers:
         held: HeldJob,
         status: Status,
         *,
-        finish_reason: FinishReason | None = None,
-        stop_reason: str | int | None = None,
-        usage: Usage | None = None,
+        cached_tokens: int = 0,
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
         timings: Timings | None = None,
         error: ErrorInfo | None = None,
     ) -> Result:
+        first, *others = (_choice(held, choice, status) for choice in held.choices)
         return Result(
             id=held.id,
             status=status,
             model=self.model,
-            text=held.text,
-            token_ids=tuple(held.token_ids),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            usage=usage or Usage(prompt_tokens=held.num_prompt_tokens, completion_tokens=len(held.token_ids)),
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            stop_reason=first.stop_reason,
+            logprobs=first.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            alternatives=tuple(others),
+            usage=_usage(held, (first, *others), cached_tokens),
             timings=timings or Timings(queued=held.queued),
             attempts=held.attempt,
             worker=self.worker,
             metadata=held.job.metadata if held.job else {},
             error=error,
         )
+
+
+def _choice(held: HeldJob, choice: HeldChoice, status: Status) -> Choice:
+    ending = choice.ending
+    wants_logprobs = held.job is not None and held.job.params.logprobs is not None
+    return Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
+        finish_reason=CUT_SHORT.get(status) if ending is None else ending.finish_reason,
+        stop_reason=None if ending is None else ending.stop_reason,
+        logprobs=on_wire(choice.logprobs, held.token_text) if wants_logprobs else None,
+    )
+
+
+def _usage(held: HeldJob, choices: Iterable[Choice], cached_tokens: int) -> Usage:
+    """The prompt counts once, and every generated token once, whichever attempt it is from."""
+    return Usage(
+        prompt_tokens=held.num_prompt_tokens,
+        completion_tokens=sum(len(choice.token_ids) for choice in choices),
+        cached_tokens=cached_tokens,
+    )
+
+
+def _prompt_logprobs(
+    held: HeldJob, ranked: Iterable[RankedToken] | None
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """The first token follows on nothing, and so has no probability."""
+    return None if ranked is None else (None, *on_wire(ranked, held.token_text))
 
 
 def _timings(held: HeldJob, marks: Marks | None) -> Timings:

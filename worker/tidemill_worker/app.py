@@ -21,18 +21,20 @@ import structlog
 from tidemill.card import ModelCard
 from tidemill.connection import connect
 from tidemill.errors import ConfigurationError, QueueUnavailable
-from tidemill.jobs import SamplingParams
 from tidemill.moves import QueueSettings
+from tidemill.params import SamplingParams
 from tidemill.queue import Queue
 from tidemill_scheduler.config import SchedulerConfig
 from tidemill_scheduler.scheduler import Scheduler
 from tidemill_worker.admission import Admission, ModelLimits
 from tidemill_worker.answers import Answers
 from tidemill_worker.endpoint import Endpoint, Health
-from tidemill_worker.engine import Engine, Request
+from tidemill_worker.engine import Engine
+from tidemill_worker.grammar import GrammarCompiler
 from tidemill_worker.leases import OpenQueue
 from tidemill_worker.metrics import Metrics
 from tidemill_worker.recorder import CONCURRENCY, pauses
+from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.service import Service, ServiceConfig
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
 from tidemill_worker.tokenizer import Tokenizer
@@ -58,6 +60,7 @@ class ServedModel:
 
     engine: Engine
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
     limits: ModelLimits
     fingerprint: str
     device: str
@@ -104,10 +107,12 @@ def build_model(settings: WorkerSettings) -> ServedModel:
     from transformers.utils import logging as transformers_logging
 
     from tidemill_kernels.openmp import release_threads
+    from tidemill_worker.model.architecture import context_length, vocabulary_size
     from tidemill_worker.model.device import choose_device, choose_dtype, gpu_obstacle, machine_facts
     from tidemill_worker.model.kv_cache import KVCacheSpec
     from tidemill_worker.model.loader import end_of_text_tokens, load_model, stored_dtype
     from tidemill_worker.model.runner import ModelRunner
+    from tidemill_worker.model.survey import survey
 
     transformers_logging.disable_progress_bar()
     if settings.threads is not None:
@@ -116,20 +121,21 @@ def build_model(settings: WorkerSettings) -> ServedModel:
     folder = _locate(settings)
     dtype = choose_dtype(settings.dtype, device, stored=stored_dtype(folder))
     model = load_model(folder, device=device, dtype=dtype)
-    spec = KVCacheSpec.of(model.config, block_size=settings.block_size, dtype=dtype)
+    spec = KVCacheSpec.for_layers(survey(model), block_size=settings.block_size, dtype=dtype)
     config = scheduler_config(
         settings,
-        context=model.config.max_position_embeddings,
+        context=context_length(model.config),
         num_blocks=spec.num_blocks_in(_kv_cache_memory(settings, device)),
     )
     end_of_text = end_of_text_tokens(model)
-    tokenizer = Tokenizer.from_pretrained(folder, vocab_size=model.config.vocab_size)
+    tokenizer = Tokenizer.from_pretrained(folder, vocab_size=vocabulary_size(model))
     runner = ModelRunner(model, _allocate(spec, config.num_blocks, device))
     rehearse(Engine(runner, Scheduler(config), end_of_text), tokenizer)
     release_threads()  # those of this thread; the engine will run on one of its own
     return ServedModel(
         engine=Engine(runner, Scheduler(config), end_of_text),
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, end_of_text),
         limits=ModelLimits(
             model_name=settings.model_name,
             max_model_len=config.max_model_len,
@@ -168,9 +174,12 @@ def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch
 
 
 def rehearse(engine: Engine, tokenizer: Tokenizer) -> None:
-    """Generate one token, so that what compiles or allocates at its first use does so before a job."""
-    params = SamplingParams(max_tokens=1, temperature=1.0)
-    engine.add(Request("rehearsal", [0], params, 0, tokenizer.output_text()))
+    """Generate a little, so that what compiles or allocates at its first use does so before a job."""
+    params = SamplingParams(n=2, max_tokens=2, top_p=0.9, min_p=0.1, presence_penalty=1.0, logprobs=1)
+    for number, changed in enumerate(({}, {"prompt_logprobs": 1})):
+        asked = params.model_copy(update=changed)
+        choices = [OpenChoice(index, tokenizer.output_text(asked)) for index in range(asked.n)]
+        engine.add(Request(f"rehearsal-{number}", [0, 0, 0], asked, 0, choices))
     while engine.has_unfinished:
         engine.step()
 
@@ -220,7 +229,7 @@ def build_service(
             grace_period=settings.grace_period,
         ),
         engine=model.engine,
-        admission=Admission(model.tokenizer, model.limits, answers),
+        admission=Admission(model.tokenizer, model.grammars, model.limits, answers),
         card=ModelCard(
             model=settings.model_name,
             max_model_len=model.limits.max_model_len,

@@ -8,111 +8,65 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import ErrorInfo, FinishReason, SamplingParams, Usage
+from tidemill.jobs import ErrorInfo, FinishReason
+from tidemill.params import SamplingParams
 from tidemill_scheduler import NeverFits, Scheduler, SequenceId, StepPlan
 from tidemill_scheduler import Sequence as ScheduledSequence
+from tidemill_worker.generation import Generation, Marks, OpenRequest, RankedToken
+from tidemill_worker.request import Ending, OpenChoice, Request, ending_after
 
 
-class OutputText(Protocol):
-    """Turns generated tokens into text, holding back what may still change."""
+class StepTokens(Protocol):
+    """What the model made of a plan."""
 
-    def append(self, token_id: int) -> str | None:
-        """Take one generated token; return the stop string it completed, if any."""
+    @property
+    def tokens(self) -> Mapping[SequenceId, int]:
+        """The next token of each sequence whose row samples, negative if it has none."""
 
-    def take(self) -> str:
-        """Text not handed out yet that can no longer change."""
+    @property
+    def logprobs(self) -> Mapping[SequenceId, RankedToken]:
+        """Of these tokens, where they were asked for."""
 
-    def close(self) -> str:
-        """Everything left, at the end of the generation."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Why a generation is complete; `stop_reason` is the stop string or token, if it was one."""
-
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-
-
-def ending_after(
-    token: int,
-    num_output_tokens: int,
-    params: SamplingParams,
-    end_of_text: frozenset[int],
-    output_text: OutputText,
-) -> Ending | None:
-    """Take in one generated token, the `num_output_tokens`-th; say whether it is the last, and why.
-
-    Tokens that end the generation by themselves leave no text; all others go to `output_text`.
-    """
-    if token in params.stop_token_ids:
-        return Ending(FinishReason.STOP, token)
-    if token in end_of_text and not params.ignore_eos:
-        return Ending(FinishReason.STOP)
-    stop_string = output_text.append(token)
-    if stop_string is not None:
-        return Ending(FinishReason.STOP, stop_string)
-    if num_output_tokens >= params.max_tokens:
-        return Ending(FinishReason.LENGTH)
-    return None
-
-
-@dataclass
-class Request:
-    """One generation the engine has been asked for.
-
-    A request that resumes an earlier attempt brings the tokens generated so far in
-    `output_token_ids`, already replayed through `output_text`.
-    """
-
-    id: str
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    seed: int
-    output_text: OutputText
-    output_token_ids: Sequence[int] = ()
-    priority: int = 1
-    salt: bytes = b""
+    @property
+    def prompt_logprobs(self) -> Mapping[SequenceId, Sequence[RankedToken]]:
+        """Where they were asked for: of the prompt's tokens from behind the row's first position on."""
 
 
 class Runner(Protocol):
     """Executes a plan on the model; see `tidemill_worker.model.runner`."""
 
-    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> Mapping[SequenceId, int]:
-        """Return the next token of each sequence whose row samples, negative if it has none."""
-
-
-@dataclass(frozen=True)
-class Marks:
-    """When a request reached each stage, in seconds of the engine's clock."""
-
-    added: float
-    scheduled: float
-    first_token: float
-    finished: float
+    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> StepTokens:
+        """Compute the rows of `plan` and draw the tokens that follow on them."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step brought one request."""
+    """What one step brought one generation."""
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+    logprobs: tuple[RankedToken, ...] = ()
+    """One for each of `token_ids`, if they were asked for."""
     finish_reason: FinishReason | None = None
+    """Set when this is the generation's last output."""
     stop_reason: str | int | None = None
     error: ErrorInfo | None = None
-    usage: Usage | None = None
-    """Set, like `marks`, when this output is the request's last."""
+    """Why the whole request ends here, without a result."""
     marks: Marks | None = None
+    """Set, like the rest, when this is the request's last output."""
+    prompt_logprobs: tuple[RankedToken, ...] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def finished(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        """Whether nothing more will come for this request."""
+        return self.marks is not None or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -133,37 +87,6 @@ class EngineStats:
 
 
 @dataclass
-class Generation:
-    """A request on its way through the engine."""
-
-    request: Request
-    sequence: ScheduledSequence
-    added: float
-    scheduled: float | None = None
-    first_token: float | None = None
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.sequence.token_ids
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.sequence.num_prompt_tokens
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
-
-
-@dataclass
 class Engine:
     """Owns the scheduler and the generations in flight; one thread at a time may use it."""
 
@@ -171,8 +94,8 @@ class Engine:
     scheduler: Scheduler
     end_of_text: frozenset[int]
     clock: Callable[[], float] = time.monotonic
+    _requests: dict[str, OpenRequest] = field(default_factory=dict)
     _generations: dict[SequenceId, Generation] = field(default_factory=dict)
-    _sequences: dict[str, SequenceId] = field(default_factory=dict)
     _num_added: int = 0
     _prompt_tokens: int = 0
     _generation_tokens: int = 0
@@ -189,41 +112,34 @@ class Engine:
             InvalidJob: if this id is in the engine already, or if the request could not be finished
                 even with the whole KV cache to itself.
         """
-        if request.id in self._sequences:
+        if request.id in self._requests:
             raise InvalidJob(f"id: {request.id} is being generated already", field="id")
-        sequence = ScheduledSequence(
-            id=SequenceId(self._num_added),
-            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
-            num_prompt_tokens=len(request.prompt_token_ids),
-            priority=request.priority,
-            salt=request.salt,
-            max_total_tokens=len(request.prompt_token_ids) + request.params.max_tokens,
-        )
-        try:
-            self.scheduler.add(sequence)
-        except NeverFits as error:
-            raise _never_fits(request, error) from error
-        self._num_added += 1
-        self._sequences[request.id] = sequence.id
-        self._generations[sequence.id] = Generation(request, sequence, added=self.clock())
+        owner = OpenRequest(request, added=self.clock())
+        for choice in request.choices or (None,):
+            self._begin(owner, choice)
+        self._requests[request.id] = owner
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds; unknown ones are none of our business."""
-        sequence_id = self._sequences.pop(request_id, None)
-        if sequence_id is not None:
-            del self._generations[sequence_id]
-            self.scheduler.finish(sequence_id)
+        owner = self._requests.pop(request_id, None)
+        if owner is not None:
+            for sequence_id in owner.generations:
+                del self._generations[sequence_id]
+                self.scheduler.finish(sequence_id)
 
     def step(self) -> list[StepOutput]:
-        """Run one step; return what it brought to each request that got a token."""
+        """Run one step; return what it brought to each generation that got a token."""
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return []
         self._mark_scheduled(plan)
-        sampled = self.runner.run(plan, self._generations)
-        self.scheduler.update(plan.step_id, sampled)
+        result = self.runner.run(plan, self._generations)
+        self.scheduler.update(plan.step_id, result.tokens)
         self._num_steps += 1
-        return [self._advance(self._generations[sequence], token) for sequence, token in sampled.items()]
+        self._collect_prompt_logprobs(plan, result)
+        return [
+            self._advance(sequence, result) for sequence in result.tokens if sequence in self._generations
+        ]
 
     def check_integrity(self) -> None:
         """Compare the scheduler's books with each other; for idle moments.
@@ -249,65 +165,116 @@ class Engine:
             num_steps=self._num_steps,
         )
 
+    def _begin(self, owner: OpenRequest, choice: OpenChoice | None) -> None:
+        """Let one generation wait for its turn; those after the first fork from it."""
+        request, params = owner.request, owner.request.params
+        first = next(iter(owner.generations), None)
+        computes_prompt = first is None and params.prompt_logprobs is not None
+        num_prompt_tokens = len(request.prompt_token_ids)
+        sequence = ScheduledSequence(
+            id=SequenceId(self._num_added),
+            token_ids=[*request.prompt_token_ids, *(choice.output_token_ids if choice else ())],
+            num_prompt_tokens=num_prompt_tokens,
+            priority=request.priority,
+            salt=request.salt,
+            max_total_tokens=num_prompt_tokens + (params.max_tokens if choice else 1),
+            fork_of=first,
+            compute_prompt=computes_prompt,
+        )
+        try:
+            self.scheduler.add(sequence)
+        except NeverFits as error:
+            raise _never_fits(request, error) from error
+        self._num_added += 1
+        generation = Generation(owner, sequence, choice, self._end_tokens(params, choice), computes_prompt)
+        owner.generations[sequence.id] = self._generations[sequence.id] = generation
+
+    def _end_tokens(self, params: SamplingParams, choice: OpenChoice | None) -> frozenset[int]:
+        goes_on = params.ignore_eos and not (choice and choice.grammar)
+        return frozenset(params.stop_token_ids).union(() if goes_on else self.end_of_text)
+
     def _mark_scheduled(self, plan: StepPlan) -> None:
         for row in plan.rows:
-            generation = self._generations[row.sequence]
-            if generation.scheduled is None:
-                generation.scheduled = self.clock()
+            owner = self._generations[row.sequence].owner
+            if owner.scheduled is None:
+                owner.scheduled = self.clock()
 
-    def _advance(self, generation: Generation, token: int) -> StepOutput:
+    def _collect_prompt_logprobs(self, plan: StepPlan, result: StepTokens) -> None:
+        if not result.prompt_logprobs:
+            return
+        for row in plan.rows:
+            ranked = result.prompt_logprobs.get(row.sequence, ())
+            # What a preemption lost is computed again; it is the same.
+            collected = self._generations[row.sequence].owner.prompt_logprobs
+            collected[row.start : row.start + len(ranked)] = ranked
+
+    def _advance(self, sequence: SequenceId, result: StepTokens) -> StepOutput:
         """Account for one sampled token and decide whether it is the last."""
+        generation, token = self._generations[sequence], result.tokens[sequence]
+        owner, choice = generation.owner, generation.open_choice
         if token < 0:
             return self._fail(generation)
-        if generation.first_token is None:
-            generation.first_token = self.clock()
+        if owner.first_token is None:
+            owner.first_token = self.clock()
+            owner.num_cached_tokens = generation.sequence.num_cached_tokens
             self._prompt_tokens += generation.num_prompt_tokens
+        if choice is None:
+            return self._close(generation, StepOutput(owner.request.id, (), ""))
         self._generation_tokens += 1
         ending = ending_after(
-            token,
-            generation.num_output_tokens,
-            generation.params,
-            self.end_of_text,
-            generation.request.output_text,
+            token, generation.num_output_tokens, generation.params, self.end_of_text, choice
         )
-        text = generation.request.output_text.take()
-        if ending is None:
-            return StepOutput(generation.request.id, (token,), text)
-        return self._finish(generation, token, text, ending)
-
-    def _finish(self, generation: Generation, token: int, text: str, ending: Ending) -> StepOutput:
         output = StepOutput(
-            generation.request.id,
+            owner.request.id,
             (token,),
-            text + generation.request.output_text.close(),
-            ending.finish_reason,
-            ending.stop_reason,
-            usage=Usage(
-                prompt_tokens=generation.num_prompt_tokens,
-                completion_tokens=generation.num_output_tokens,
-                cached_tokens=generation.sequence.num_cached_tokens,
-            ),
-            marks=self._marks(generation),
+            choice.output_text.take(),
+            choice.index,
+            (result.logprobs[sequence],) if sequence in result.logprobs else (),
         )
-        self.abort(generation.request.id)
-        return output
+        return output if ending is None else self._end(generation, choice, output, ending)
+
+    def _end(
+        self, generation: Generation, choice: OpenChoice, output: StepOutput, ending: Ending
+    ) -> StepOutput:
+        output = replace(
+            output,
+            text=output.text + choice.output_text.close(),
+            finish_reason=ending.finish_reason,
+            stop_reason=ending.stop_reason,
+        )
+        return self._close(generation, output)
+
+    def _close(self, generation: Generation, output: StepOutput) -> StepOutput:
+        """Let a generation go; the last of its request reports what concerns them all."""
+        owner, sequence = generation.owner, generation.sequence.id
+        del owner.generations[sequence], self._generations[sequence]
+        self.scheduler.finish(sequence)
+        if owner.generations:
+            return output
+        del self._requests[owner.request.id]
+        wanted = generation.params.prompt_logprobs is not None
+        return replace(
+            output,
+            marks=owner.marks(self.clock()),
+            prompt_logprobs=tuple(owner.prompt_logprobs) if wanted else None,
+            num_cached_tokens=owner.num_cached_tokens,
+        )
 
     def _fail(self, generation: Generation) -> StepOutput:
-        error = ErrorInfo(
-            code=ErrorCode.INTERNAL,
-            message="the model's logits for this job are not finite numbers",
-        )
-        output = StepOutput(generation.request.id, (), "", error=error, marks=self._marks(generation))
-        self.abort(generation.request.id)
-        return output
-
-    def _marks(self, generation: Generation) -> Marks:
-        now = self.clock()
-        return Marks(
-            added=generation.added,
-            scheduled=now if generation.scheduled is None else generation.scheduled,
-            first_token=now if generation.first_token is None else generation.first_token,
-            finished=now,
+        """Give up a request whose model or grammar left no token to draw."""
+        owner, choice = generation.owner, generation.open_choice
+        reason = choice.grammar.error if choice and choice.grammar else None
+        message = f"structured_outputs: {reason}" if reason else "the model's logits leave no token to draw"
+        error = ErrorInfo(code=ErrorCode.INTERNAL, message=message)
+        self.abort(owner.request.id)
+        return StepOutput(
+            owner.request.id,
+            (),
+            "",
+            generation.choice,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            marks=owner.marks(self.clock()),
         )
 
 

@@ -13,7 +13,8 @@ import structlog
 
 from tidemill.errors import InvalidJob
 from tidemill.jobs import ErrorInfo
-from tidemill_worker.engine import EngineStats, Request, StepOutput
+from tidemill_worker.engine import EngineStats, StepOutput
+from tidemill_worker.request import Request
 
 JOIN_TIMEOUT = 60.0
 """Seconds to wait for the step in progress when stopping; a step takes about one."""

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
-from tidemill.jobs import Delta, Job, JobId, Priority
+from tidemill.jobs import Delta, Job, JobId, Priority, TokenLogprobs
 from tidemill.moves import Renewal
 from tidemill_worker.engine import StepOutput
+from tidemill_worker.held_choice import HeldChoice, Piece
+from tidemill_worker.request import Ending
+from tidemill_worker.token_logprobs import StoredToken, TokenText
 
 RequestId = NewType("RequestId", str)
 """One attempt at one job: what the engine knows it by. A job that was lost and then claimed again
@@ -35,6 +38,8 @@ class HeldJob:
     stream: bool
     claimed: float
     """When it was claimed, in seconds of this process's monotonic clock."""
+    token_text: TokenText
+    """What a token says, for checkpoints and results that carry log-probabilities."""
     queued: float = 0.0
     """Seconds from submission to the claim, by Redis's clock."""
     deadline: float | None = None
@@ -42,63 +47,83 @@ class HeldJob:
     job: Job | None = None
     """What was asked for; `None` until the payload is decoded."""
     num_prompt_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    """Everything generated so far, in earlier attempts too."""
-    last_token: float | None = None
     ended: bool = False
     """Its result is decided; later tokens, cancellations and deadlines change nothing."""
-    _texts: list[str] = field(default_factory=list)
-    _num_sealed_tokens: int = 0
-    _num_sealed_texts: int = 0
-    _unconfirmed: list[Delta] = field(default_factory=list)
+    _begun: dict[int, HeldChoice] = field(default_factory=dict)
+    _unconfirmed: list[Piece] = field(default_factory=list)
 
     @property
     def request_id(self) -> RequestId:
         return request_id(self.id, self.attempt)
 
     @property
-    def text(self) -> str:
-        """The text of `token_ids` that is safe to show."""
-        return "".join(self._texts)
+    def choices(self) -> Sequence[HeldChoice]:
+        """All generations that were asked for; one until that is known."""
+        return [self.choice(index) for index in range(self.job.params.n if self.job else 1)]
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything that no checkpoint has yet."""
-        return bool(self._unconfirmed) or self._num_sealed_tokens < len(self.token_ids)
+        """Whether there is anything that no checkpoint is known to have."""
+        return bool(self._unconfirmed) or any(choice.has_news for choice in self._seen())
 
-    def resume(self, token_ids: Iterable[int], text: str) -> None:
-        """Start from the checkpoint of an earlier attempt, which is stored already."""
-        # Counted before they are there: a renewal at this very moment must not send them again.
-        stored = list(token_ids)
-        self._num_sealed_tokens = len(stored)
-        self._num_sealed_texts = 1 if text else 0
-        self.extend(stored, text)
+    def choice(self, index: int) -> HeldChoice:
+        """One of the generations, begun or not."""
+        # One step, because a job may be cut short while another thread resumes it.
+        return self._begun.get(index) or self._begun.setdefault(index, HeldChoice(index))
 
-    def extend(self, token_ids: Iterable[int], text: str) -> None:
-        """Add what one step brought."""
-        self.token_ids.extend(token_ids)
-        if text:
-            self._texts.append(text)
+    def resume(
+        self,
+        choice: int,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs] = (),
+        ending: Ending | None = None,
+    ) -> None:
+        """Let one generation start from the checkpoint of an earlier attempt.
 
-    def checkpoint(self) -> tuple[Delta, ...]:
+        Args:
+            choice: which of them.
+            token_ids: all of its tokens in the checkpoint, up to its end if it has ended.
+            text: what they say, as far as it is safe to show; all of it if it has ended.
+            logprobs: one for each token, if they were asked for.
+            ending: why it is complete; `None` if it goes on.
+        """
+        begun = self.choice(choice)
+        begun.ending = ending
+        begun.resume(token_ids, text, [StoredToken.of(stored) for stored in logprobs])
+
+    def take_in(self, output: StepOutput) -> None:
+        """Add what one step brought one of the generations."""
+        choice = self.choice(output.choice)
+        choice.extend(output.token_ids, output.text, output.logprobs)
+        if output.finish_reason is not None:
+            choice.ending = Ending(output.finish_reason, output.stop_reason)
+        self.ended = output.finished
+
+    def seal(self) -> Sequence[Piece]:
         """Everything not known to be stored.
 
-        A delta whose fate is unknown (its reply was lost) is given out again exactly as it was, so
+        A piece whose fate is unknown (its reply was lost) is given out again exactly as it was, so
         that the queue can tell by its index that it has it.
         """
-        token_ids = self.token_ids[self._num_sealed_tokens :]
-        if token_ids:
-            text = "".join(self._texts[self._num_sealed_texts :])
-            self._unconfirmed.append(
-                Delta(index=self._num_sealed_tokens, text=text, token_ids=tuple(token_ids))
-            )
-            self._num_sealed_tokens = len(self.token_ids)
-            self._num_sealed_texts = len(self._texts)
+        begun = self._seen()
+        for choice in begun:
+            if choice.has_news:
+                index = sum(one.num_sealed_tokens for one in begun)
+                self._unconfirmed.append(choice.seal(index))
         return tuple(self._unconfirmed)
+
+    def checkpoint(self) -> tuple[Delta, ...]:
+        """The same as it is stored."""
+        return tuple(piece.delta(self.token_text) for piece in self.seal())
 
     def confirm(self, deltas: Sequence[Delta]) -> None:
         """The queue has stored these."""
         self._unconfirmed = self._unconfirmed[len(deltas) :]
+
+    def _seen(self) -> Sequence[HeldChoice]:
+        """Those begun so far; `resume` may be adding to them."""
+        return tuple(self._begun.values())
 
 
 class HeldJobs:
@@ -165,8 +190,7 @@ class HeldJobs:
                 job = self._jobs.get(RequestId(output.request_id))
                 if job is None or job.ended:
                     continue
-                job.extend(output.token_ids, output.text)
-                job.ended = output.finished
+                job.take_in(output)
                 recorded.append((job, output))
         return recorded
 
@@ -176,16 +200,18 @@ class HeldJobs:
         Those that have ended are among all: until the result is recorded the lease must hold.
         """
         with self._lock:
-            return [
-                _renewal(job)
+            sealed = [
+                (job, job.seal())
                 for job in self._jobs.values()
                 if everything or (job.stream and job.has_news and not job.ended)
             ]
+        return [_renewal(job, pieces) for job, pieces in sealed]
 
     def live_renewals(self) -> list[Renewal]:
         """Last checkpoints of the jobs that have not ended, to hand them back with."""
         with self._lock:
-            return [_renewal(job) for job in self._jobs.values() if not job.ended]
+            sealed = [(job, job.seal()) for job in self._jobs.values() if not job.ended]
+        return [_renewal(job, pieces) for job, pieces in sealed]
 
     def confirm(self, renewals: Iterable[Renewal]) -> None:
         """The queue has stored the checkpoints of these renewals."""
@@ -205,5 +231,7 @@ class HeldJobs:
             ]
 
 
-def _renewal(job: HeldJob) -> Renewal:
-    return Renewal(job_id=job.id, attempt=job.attempt, deltas=job.checkpoint())
+def _renewal(job: HeldJob, pieces: Sequence[Piece]) -> Renewal:
+    """Outside the lock: with logprobs, this takes a microsecond for each."""
+    deltas = tuple(piece.delta(job.token_text) for piece in pieces)
+    return Renewal(job_id=job.id, attempt=job.attempt, deltas=deltas)

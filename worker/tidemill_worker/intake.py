@@ -14,9 +14,9 @@ from tidemill.jobs import Priority, Result
 from tidemill.moves import Claimed
 from tidemill.queue import Queue
 from tidemill_worker.admission import PRIORITIES, Admission
-from tidemill_worker.engine import Request
 from tidemill_worker.held import HeldJob, HeldJobs
 from tidemill_worker.recorder import pauses
+from tidemill_worker.request import Request
 
 DOORBELL_TIMEOUT = 1.0
 """Seconds to wait for new work before looking again (for due retries, say)."""

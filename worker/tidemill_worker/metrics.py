@@ -2,20 +2,22 @@
 
 Every `tidemill_*` metric that vLLM also has is exported a second time as `vllm:*` with vLLM's
 labels and buckets, so that dashboards made for vLLM show this worker unchanged. Intervals are
-taken from one monotonic clock; a preemption counts into the interval in which it happens.
+taken from one monotonic clock; a preemption counts into the interval in which it happens. As there,
+each generation of a job with several counts for itself, where something is counted or timed by token.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tidemill.jobs import Result, Status
-from tidemill_worker.engine import EngineStats, Marks, StepOutput
+from tidemill.jobs import FinishReason, Result
+from tidemill_worker.engine import EngineStats, StepOutput
+from tidemill_worker.generation import Marks
 from tidemill_worker.held import HeldJob
 
 LABELS = ("model_name", "engine")
@@ -33,6 +35,7 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
     *(1920, 7680),
 )
+N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 GAUGES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     ("tidemill_requests_running", "vllm:num_requests_running", "Requests in the running batch.",
@@ -59,9 +62,9 @@ COUNTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
 )  # fmt: skip
 HISTOGRAMS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ttft": ("tidemill_time_to_first_token_seconds", "vllm:time_to_first_token_seconds",
-             "From the claim to the first token.", TTFT_BUCKETS),
+             "From the claim to the first token of a generation.", TTFT_BUCKETS),
     "inter_token": ("tidemill_inter_token_latency_seconds", "vllm:inter_token_latency_seconds",
-                    "Between two tokens of a request.", TOKEN_BUCKETS),
+                    "Between two tokens of a generation.", TOKEN_BUCKETS),
     "e2e": ("tidemill_request_latency_seconds", "vllm:e2e_request_latency_seconds",
             "From the claim to the last token.", REQUEST_BUCKETS),
     "queue": ("tidemill_request_queue_time_seconds", "vllm:request_queue_time_seconds",
@@ -72,9 +75,19 @@ HISTOGRAMS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
                "From the first generated token to the last.", REQUEST_BUCKETS),
     "inference": ("tidemill_request_inference_time_seconds", "vllm:request_inference_time_seconds",
                   "From the first scheduled token to the last generated one.", REQUEST_BUCKETS),
+    "n": ("tidemill_request_params_n", "vllm:request_params_n",
+          "Generations that a request asked for.", N_BUCKETS),
 }  # fmt: skip
 FINISHED = ("tidemill_requests_finished", "vllm:request_success",
-            "Requests by how they ended: stop, length, abort or error.")  # fmt: skip
+            "Generations by how they ended: stop, length, abort or error.")  # fmt: skip
+REASONS: Mapping[FinishReason, str] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.EXPIRED: "abort",
+    FinishReason.ERROR: "error",
+}
+"""vLLM's words."""
 
 
 class EngineCollector(Collector):
@@ -124,7 +137,7 @@ class Metrics:
         self._claimed = Counter(
             "tidemill_jobs_claimed", "Jobs claimed or reclaimed.", LABELS, registry=self.registry
         ).labels(*self._labels)
-        for reason in ("stop", "length", "abort", "error"):  # so that a rate starts from 0
+        for reason in dict.fromkeys(REASONS.values()):  # so that a rate starts from 0
             for counter in self._finished:
                 counter.labels(*self._labels, reason)
 
@@ -146,21 +159,22 @@ class Metrics:
         """A step brought this to a job."""
         now = self._clock()
         if output.token_ids:
-            if held.last_token is None:
+            choice = held.choice(output.choice)
+            if choice.last_token is None:
                 self._observe("ttft", now - held.claimed)
             else:
-                self._observe("inter_token", now - held.last_token)
-            held.last_token = now
+                self._observe("inter_token", now - choice.last_token)
+            choice.last_token = now
         if output.marks is not None and output.error is None:
             self._observe_stages(held, output.marks)
 
     def ended(self, held: HeldJob, result: Result) -> None:
         """A job has got its result."""
-        reason = "abort" if result.status in (Status.CANCELLED, Status.EXPIRED) else "error"
-        if result.finish_reason is not None:
-            reason = result.finish_reason.value
-        for counter in self._finished:
-            counter.labels(*self._labels, reason).inc()
+        self._observe("n", len(result.choices))
+        for choice in result.choices:
+            reason = REASONS[choice.finish_reason or FinishReason.ERROR]
+            for counter in self._finished:
+                counter.labels(*self._labels, reason).inc()
 
     def _observe_stages(self, held: HeldJob, marks: Marks) -> None:
         self._observe("queue", marks.scheduled - held.claimed)
@@ -169,9 +183,9 @@ class Metrics:
         self._observe("inference", marks.finished - marks.scheduled)
         self._observe("e2e", marks.finished - held.claimed)
 
-    def _observe(self, key: str, seconds: float) -> None:
+    def _observe(self, key: str, value: float) -> None:
         for histogram in self._histograms[key]:
-            histogram.observe(seconds)
+            histogram.observe(value)
 
     def _histogram(self, tidemill: str, vllm: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
         return [

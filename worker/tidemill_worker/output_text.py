@@ -1,19 +1,24 @@
 """From generated tokens to text that may be shown: whole characters, stopped at stop strings.
 
 Each token costs the same, however long the output is. What `take()` and `close()` return, put
-together, is the tokenizer's own decoding of all tokens (without special ones), cut before the stop
-string that completed first, and does not depend on when they were called.
+together, is the text of all tokens behind the prompt, up to the stop string that completed first,
+and does not depend on when they were called.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from tidemill.params import SamplingParams
 
-class TokenDecoder(Protocol):
+
+class Decoder(Protocol):
     """Turns tokens into text one by one; holds back what a later token may still change."""
+
+    @property
+    def prompt_text(self) -> str:
+        """Text in front of the first token; settled once there is text of the output."""
+        ...
 
     def push(self, token_id: int) -> str:
         """Take one token, return the text that has become final."""
@@ -22,63 +27,6 @@ class TokenDecoder(Protocol):
     def flush(self) -> str:
         """Return what is still held back; nothing is pushed afterwards."""
         ...
-
-
-class ByteLevelDecoder:
-    """For byte-level vocabularies, where a token is a run of UTF-8 bytes.
-
-    Python's incremental decoder replaces the same maximal subparts with U+FFFD as the Rust one
-    behind the tokenizer does, so that invalid sequences agree too.
-    """
-
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes(token_id))
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class WindowDecoder:
-    """For every other vocabulary: decodes the new tokens behind the last one already shown.
-
-    That token gives the context which decides about spaces. Byte tokens (`<0xE2>`) are held until
-    their run ends, because one invalid byte changes how the whole run reads; this is why a decoder
-    that shows a character as soon as it is complete meets text that no longer starts with what it
-    has shown (vllm#17448).
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        hidden: Callable[[int], bool],
-        is_byte: Callable[[int], bool],
-    ) -> None:
-        self._decode = decode
-        self._hidden = hidden
-        self._is_byte = is_byte
-        self._context: list[int] = []
-        self._context_text = ""
-        self._pending: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        if self._hidden(token_id):
-            return ""
-        self._pending.append(token_id)
-        return "" if self._is_byte(token_id) else self._release()
-
-    def flush(self) -> str:
-        return self._release() if self._pending else ""
-
-    def _release(self) -> str:
-        text = self._decode(self._context + self._pending)[len(self._context_text) :]
-        self._context = self._pending[-1:]
-        self._context_text = self._decode(self._context)
-        self._pending = []
-        return text
 
 
 class StopMatcher:
@@ -90,21 +38,41 @@ class StopMatcher:
         """Characters of `stop` that the text so far ends with."""
         self._fallback = _borders(stop)
 
-    def push(self, character: str) -> bool:
-        """Take one character; say whether it completed the stop string."""
-        while self.matched and character != self.stop[self.matched]:
-            self.matched = self._fallback[self.matched - 1]
-        if character == self.stop[self.matched]:
-            self.matched += 1
-        return self.matched == len(self.stop)
+    def push(self, text: str) -> int | None:
+        """Take more text up to the first end of the stop string in it; return where that is."""
+        if not self.matched and self.stop[0] not in text:
+            return None
+        for end, character in enumerate(text, 1):
+            while self.matched and character != self.stop[self.matched]:
+                self.matched = self._fallback[self.matched - 1]
+            if character == self.stop[self.matched]:
+                self.matched += 1
+            if self.matched == len(self.stop):
+                self.matched = self._fallback[-1]
+                return end
+        return None
+
+    def skip(self, text: str) -> None:
+        """Take more text in which the stop string may be complete without stopping anything."""
+        while (end := self.push(text)) is not None:
+            text = text[end:]
 
 
 class StoppedText:
-    """The engine's `OutputText`: a token decoder followed by stop strings with hold-back."""
+    """The engine's `OutputText`: a token decoder followed by stop strings with hold-back.
 
-    def __init__(self, decoder: TokenDecoder, stop: Iterable[str] = ()) -> None:
+    A stop string counts if its last character comes with a token behind the first `min_tokens`, even
+    if it began before (vLLM's rule). Of several, the one that is complete first wins, of those
+    complete at the same character the longest. Neither an echoed prompt nor U+FFFD for a character
+    left unfinished at the end is searched for them.
+    """
+
+    def __init__(self, decoder: Decoder, params: SamplingParams) -> None:
         self._decoder = decoder
-        self._matchers = [StopMatcher(string) for string in stop]
+        self._matchers = [StopMatcher(string) for string in params.stop]
+        self._ignored_tokens = params.min_tokens
+        self._includes_stop = params.include_stop_str_in_output
+        self._echoes = params.echo
         self._text = ""
         self._stopped: str | None = None
 
@@ -112,11 +80,16 @@ class StoppedText:
         """Take one generated token.
 
         Returns:
-            The stop string that it completed, if any. The text ends before that string; tokens
-            appended later change nothing.
+            The stop string that it completed, if any. The text ends there; tokens appended later
+            change nothing.
         """
-        if self._stopped is None:
-            self._add(self._decoder.push(token_id))
+        if self._stopped is not None:
+            return self._stopped
+        self._ignored_tokens -= 1
+        text = self._decoder.push(token_id)
+        if text:
+            self._add(text)
+            self._search(text)
         return self._stopped
 
     def take(self) -> str:
@@ -136,17 +109,23 @@ class StoppedText:
         return text
 
     def _add(self, text: str) -> None:
-        if not self._matchers:
-            self._text += text
-            return
-        for position, character in enumerate(text):
-            completed = [m.stop for m in self._matchers if m.push(character)]
-            if completed:
-                self._stopped = max(completed, key=len)
-                so_far = self._text + text[: position + 1]
-                self._text = so_far[: len(so_far) - len(self._stopped)]
-                return
+        if self._echoes:
+            text = self._decoder.prompt_text + text
+            self._echoes = False
         self._text += text
+
+    def _search(self, text: str) -> None:
+        """Look for stop strings that end in `text`, the last that was added."""
+        if self._ignored_tokens >= 0:
+            for matcher in self._matchers:
+                matcher.skip(text)
+            return
+        ends = [(matcher.push(text), matcher.stop) for matcher in self._matchers]
+        found = [(end, -len(stop), stop) for end, stop in ends if end is not None]
+        if found:
+            end, _, self._stopped = min(found)
+            surplus = len(text) - end + (0 if self._includes_stop else len(self._stopped))
+            self._text = self._text[: len(self._text) - surplus]
 
 
 def _borders(string: str) -> list[int]:

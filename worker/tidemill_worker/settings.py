@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tidemill.errors import ConfigurationError
-from tidemill.jobs import QUEUE_PATTERN
+from tidemill.schema import QUEUE_PATTERN
 
 ENV_PREFIX = "TIDEMILL_"
 EMBEDDED_MODEL = "SmolLM2-135M-Instruct"

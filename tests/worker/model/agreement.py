@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.worker.model.factories import Rows
+
+
+@functools.lru_cache(maxsize=1)
+def load_reference(folder: Path) -> PreTrainedModel:
+    """The model in `folder` as transformers itself runs it; the last one is kept."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return model
 
 
 def assert_agrees(
@@ -23,9 +33,7 @@ def assert_agrees(
     """Every row within `relative` of the logits' standard deviation, every greedy token within
     `near_maximum` of the largest logit.
     """
-    reference = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    reference = load_reference(folder)
     for name, prompt in prompts.items():
         with torch.inference_mode():
             logits = reference(

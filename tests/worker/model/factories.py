@@ -11,13 +11,16 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tidemill.jobs import SamplingParams
+from tidemill.params import SamplingParams
 from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
-from tidemill_worker.engine import Engine, Request, StepOutput
+from tidemill_worker.engine import Engine, StepOutput
+from tidemill_worker.model.architecture import context_length
 from tidemill_worker.model.batch import Generations, PagedBatch
 from tidemill_worker.model.kv_cache import KVCacheSpec
 from tidemill_worker.model.loader import load_model
 from tidemill_worker.model.runner import ModelRunner
+from tidemill_worker.model.survey import survey
+from tidemill_worker.request import OpenChoice, Request
 
 CPU = torch.device("cpu")
 Rows = dict[tuple[str, int], torch.Tensor]
@@ -79,7 +82,7 @@ class RecordingRunner(ModelRunner):
         for sequence, row in zip(batch.sampled, logits, strict=True):
             generation = self._generations[sequence]
             index = len(generation.token_ids) - generation.num_prompt_tokens
-            self.rows[generation.request.id, index] = row.clone()  # type: ignore[attr-defined]
+            self.rows[generation.owner.request.id, index] = row.clone()  # type: ignore[attr-defined]
         return logits
 
 
@@ -97,12 +100,12 @@ class Bench:
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        spec = KVCacheSpec.of(self.model.config, block_size=self.block_size, dtype=torch.float32)
+        spec = KVCacheSpec.for_layers(survey(self.model), block_size=self.block_size, dtype=torch.float32)
         self.runner = RecordingRunner(self.model, spec.allocate(self.num_blocks, CPU).fill_(torch.nan))
         config = SchedulerConfig(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            max_model_len=self.model.config.max_position_embeddings,
+            max_model_len=context_length(self.model.config),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_num_batched_tokens,
@@ -135,7 +138,8 @@ class Bench:
 def make_request(name: str, prompt: Sequence[int], params: SamplingParams) -> Request:
     """A request whose seed follows from its name."""
     seed = zlib.crc32(name.encode())
-    return Request(id=name, prompt_token_ids=prompt, params=params, seed=seed, output_text=NoText())
+    choices = [OpenChoice(index, NoText()) for index in range(params.n)]
+    return Request(id=name, prompt_token_ids=prompt, params=params, seed=seed, choices=choices)
 
 
 def generate_alone(

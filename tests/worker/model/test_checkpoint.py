@@ -47,10 +47,17 @@ def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert locate(str(make_tiny_llama(tmp_path / "model")), tmp_path / "cache") == tmp_path / "model"
 
 
-@pytest.mark.parametrize("model", ["no/such/folder", "missing.gguf", "meta-llama/Llama-3"])
+@pytest.mark.parametrize("model", ["no/such/folder", "missing.gguf", "./meta-llama"])
 def test_what_is_not_there_is_named(model: str, tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match=f"model: '{model}' is neither a .gguf file nor a folder"):
         locate(model, tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_refused_and_leaves_nothing(gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=f"model: {gguf} cannot be converted: ") as refused:
+        locate(str(gguf), tmp_path / "cache")
+    assert "\n" not in str(refused.value)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_file_is_converted_once(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 from tidemill_worker.model.linear import PackedLinear, pack_linears
 
-SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (48, 80), (7, 3), (64, 4096)]
+SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (48, 80), (7, 3), (64, 4096), (1, 100), (8, 48)]
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.usefixtures("threads")
 def test_a_row_has_the_same_bits_at_every_row_count(outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     linear = PackedLinear(torch.randn(outputs, inputs), torch.randn(outputs))
@@ -19,6 +32,8 @@ def test_a_row_has_the_same_bits_at_every_row_count(outputs: int, inputs: int) -
     whole = linear(x)
     for count in (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64):
         assert torch.equal(linear(x[:, :count]), whole[:, :count]), count
+    order = torch.randperm(70)
+    assert torch.equal(linear(x[:, order]), whole[:, order])
 
 
 def test_a_row_does_not_notice_its_neighbours() -> None:
@@ -64,3 +79,26 @@ def test_packing_a_model_leaves_its_output_and_a_tied_embedding_in_place() -> No
     pack_linears(model)
     torch.testing.assert_close(model(ids), expected)
     assert not any(type(module) is nn.Linear for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, FalconLinear, Conv1D])
+def test_every_kind_of_linear_layer_is_packed(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer = Conv1D(5, 24) if kind is Conv1D else kind(24, 5)  # both 24 inputs to 5 outputs
+    nn.init.normal_(layer.bias)
+    model = nn.Sequential(layer).requires_grad_(False)
+    x = torch.randn(2, 9, 24)
+    expected = model(x)
+    pack_linears(model)
+    assert type(model[0]) is PackedLinear
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_layer_that_does_more_than_a_product_is_left_alone() -> None:
+    class Quantizing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.round())
+
+    model = nn.Sequential(Quantizing(3, 2))
+    pack_linears(model)
+    assert type(model[0]) is Quantizing

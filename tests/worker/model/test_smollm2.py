@@ -11,7 +11,7 @@ from tests.worker.model.agreement import assert_agrees
 from tests.worker.model.factories import Bench, Rows, different, load, preempt_at_random
 from tests.worker.model.mutations import MUTATIONS
 from tests.worker.model.texts import paragraphs
-from tidemill.jobs import SamplingParams
+from tidemill.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 # SmolLM2's logits have a standard deviation of 3 to 4; an absolute 1e-3 is the bound.

@@ -18,7 +18,7 @@ from tests.worker.model.factories import (
     preempt_at_random,
 )
 from tests.worker.model.mutations import MUTATIONS
-from tidemill.jobs import SamplingParams
+from tidemill.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, top_k=40)
@@ -96,7 +96,7 @@ def test_a_resumed_generation_goes_on_with_the_same_bits(model: PreTrainedModel)
     for known in (1, 5, 11):
         resumed = Bench(model)
         request = make_request("p33", prompts["p33"], SAMPLED)
-        request.output_token_ids = tokens[:known]
+        request.choices[0].output_token_ids = tokens[:known]
         resumed.engine.add(request)
         rest: list[int] = []
         while resumed.engine.has_unfinished:

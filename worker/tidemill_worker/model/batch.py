@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from tidemill.jobs import SamplingParams
+from tidemill.params import SamplingParams
 from tidemill_scheduler.plan import Row, StepPlan
 from tidemill_scheduler.sequence import SequenceId
 
 
 class Generation(Protocol):
     """What the runner needs to know of a sequence while it executes a step."""
+
+    sampler_state: object | None
+    """The sampler's own notes: `None` at first, and whenever they are lost."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -29,6 +33,28 @@ class Generation(Protocol):
 
     @property
     def seed(self) -> int: ...
+
+    @property
+    def choice(self) -> int:
+        """Which of several generations of one prompt it is; each draws from noise of its own."""
+
+    @property
+    def end_tokens(self) -> Collection[int]:
+        """Tokens that may not be drawn before there are `min_tokens`."""
+
+    @property
+    def bad_words(self) -> Sequence[Sequence[int]]:
+        """Token sequences that may not be generated."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens to report for each prompt token; `None` to report nothing."""
+
+    def allowed_tokens(self) -> NDArray[np.uint32] | None:
+        """Bit `i % 32` of word `i // 32` says whether token `i` may come next; `None`: all may.
+
+        Tokens past the last word may not. May wait for another thread, so it is asked late.
+        """
 
 
 Generations = Mapping[SequenceId, Generation]

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder as transformers writes it, made from a GGUF file if need be."""
+"""Where a model's files are: a folder as transformers writes it, converted or downloaded if need be."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tidemill.errors import ConfigurationError, ModelUnsupported
+from tidemill_worker.model.hub import download, is_hub_id
 
 
 def locate(model: str, cache_dir: Path) -> Path:
     """Return the folder that holds `model`, converting a GGUF file into `cache_dir` once.
 
     Args:
-        model: a `.gguf` file, or a folder with config.json and safetensors.
+        model: a `.gguf` file, a folder with config.json and safetensors, or an id on the hub.
         cache_dir: where converted models are kept.
 
     Raises:
-        ModelUnsupported: if there is no such model here.
+        ModelUnsupported: if there is no such model, here or there, or the file cannot be converted.
         ConfigurationError: if the cache folder cannot hold the converted model.
     """
     path = Path(model).expanduser()
@@ -34,7 +35,12 @@ def locate(model: str, cache_dir: Path) -> Path:
         return _converted(path, cache_dir)
     if (path / "config.json").is_file():
         return path
-    raise ModelUnsupported(f"model: {model!r} is neither a .gguf file nor a folder with a config.json")
+    if is_hub_id(model) and not path.exists():
+        with _bar_for_people_only():
+            return download(model)
+    raise ModelUnsupported(
+        f"model: {model!r} is neither a .gguf file nor a folder with a config.json nor a hub id"
+    )
 
 
 def locate_embedded(cache_dir: Path) -> Path:
@@ -66,6 +72,9 @@ def _converted(gguf: Path, cache_dir: Path) -> Path:
             f"cache_dir: cannot store the converted model in {cache_dir}"
             f" ({free / 2**20:.0f} MiB free): {error.strerror or error}"
         ) from error
+    except Exception as error:  # whatever transformers meets in a file that it cannot read
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelUnsupported(f"model: {gguf} cannot be converted: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
+
+from tidemill_worker.model.survey import AttentionLayer
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The shape of one block: `[layer, 2 (key, value), kv_head, token, dim]`."""
+    """The shape of one block: `[layer, 2 (key, value), kv_head, token, dim]`.
+
+    There is one group of blocks for all layers: a layer with a sliding window keeps the keys that
+    have left it, and the widest of all keys and values decides over the width of the others.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -19,12 +25,14 @@ class KVCacheSpec:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: PretrainedConfig, *, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
-        num_heads = config.num_attention_heads
+    def for_layers(
+        cls, layers: Sequence[AttentionLayer], *, block_size: int, dtype: torch.dtype
+    ) -> KVCacheSpec:
+        """The cache of a model that `survey` found to have these layers."""
         return cls(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            num_layers=len(layers),
+            num_kv_heads=layers[0].num_kv_heads,
+            head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
             block_size=block_size,
             dtype=dtype,
         )

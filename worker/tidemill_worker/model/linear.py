@@ -13,9 +13,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 REORDER_ROWS = 32
 """Row count the packing is tuned for; a packing for 32 served 1 to 256 rows equally well."""
+
+PLAIN = (nn.Linear, FalconLinear)
+"""Layers that are a product and no more; another subclass may, say, quantize its inputs first."""
 
 
 class PackedLinear(nn.Module):
@@ -41,11 +46,15 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every `nn.Linear` of `model` by a `PackedLinear`, freeing each weight as it goes.
+    """Replace every linear layer of `model` by a `PackedLinear`, freeing each weight as it goes.
 
     A weight tied to the embedding (the head of most small models) stays in the embedding too.
+    Matrices that a model multiplies by without a layer are those of experts and their routers:
+    `tidemill_worker.model.experts` sees to them.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if isinstance(child, Conv1D):
+                setattr(parent, name, PackedLinear(child.weight.T, child.bias))
+            elif isinstance(child, nn.Linear) and type(child) in PLAIN:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))

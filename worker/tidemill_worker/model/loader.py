@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tidemill.errors import ModelUnsupported
 from tidemill_worker.model.activation import replace_activations
-from tidemill_worker.model.attention import IMPLEMENTATION, register_attention
+from tidemill_worker.model.architecture import check_config, check_needs_no_code, register_architectures
+from tidemill_worker.model.attention import IMPLEMENTATION, deliver_batches
+from tidemill_worker.model.experts import replace_experts
 from tidemill_worker.model.linear import pack_linears
-
-SUPPORTED_MODEL_TYPES = frozenset({"llama"})
-"""Architectures whose output has been compared with transformers' own, bit by bit within ours."""
+from tidemill_worker.model.probe import probe
+from tidemill_worker.model.survey import survey
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """The type that the model in `folder` was stored in, if its configuration says so."""
-    with _unreadable_refused(folder):
-        dtype = AutoConfig.from_pretrained(folder).dtype
+    dtype = _load_config(folder).dtype
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model in `folder` with Tidemill's attention, ready for inference.
+    """Load the model in `folder` with Tidemill's attention, ready for inference, and try it out.
 
     On CPU its linear layers and activations are exchanged for ones in which each row's bits are
     its own; on a GPU transformers' own stay.
@@ -36,47 +36,77 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Pre
         ModelUnsupported: if the architecture or the combination of device and dtype is not served, or
             if the files are damaged.
     """
-    with _unreadable_refused(folder):
-        config = AutoConfig.from_pretrained(folder)
-    _check_supported(config, device, dtype)
-    register_attention()
-    with _unreadable_refused(folder):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
-        )
+    config = _load_config(folder)
+    check_config(config)
+    if device.type == "cpu" and dtype is not torch.float32:
+        raise ModelUnsupported(f"dtype: on CPU the model runs in float32, not {dtype}")
+    register_architectures()
+    model = _load_weights(folder, config, dtype)
     model.eval().requires_grad_(False)
-    if device.type == "cpu":
-        pack_linears(model)
-        replace_activations(model)
     torch.nn.Module.to(model, device)
+    deliver_batches(model)
+    with _refused("model: its forward fails"):
+        survey(model)
+        if device.type == "cpu":
+            _make_rowwise(model)
+        probe(model)
     return model
+
+
+def _make_rowwise(model: PreTrainedModel) -> None:
+    """Exchange what computes a row in ways that depend on the other rows."""
+    replace_experts(model)
+    pack_linears(model)
+    replace_activations(model)
 
 
 def end_of_text_tokens(model: PreTrainedModel) -> frozenset[int]:
     """The tokens after which the model has nothing more to say."""
     declared = model.generation_config.eos_token_id if model.generation_config else None
     if declared is None:
-        declared = model.config.eos_token_id
+        declared = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
     if declared is None:
         return frozenset()
     return frozenset(declared if isinstance(declared, list) else [declared])
 
 
+def _load_config(folder: Path) -> PretrainedConfig:
+    with _refused(f"model: {folder} cannot be loaded"):
+        stored, _ = PretrainedConfig.get_config_dict(folder)
+        check_needs_no_code(stored)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return config
+
+
+def _load_weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    model: PreTrainedModel
+    info: dict[str, Any]
+    with _refused(f"model: {folder} cannot be loaded"):
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # not only a model
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random ones
+        raise ModelUnsupported(
+            f"model: {folder} cannot be loaded: {len(missing)} of its weights are missing, {missing[0]} first"
+        )
+    return model
+
+
 @contextmanager
-def _unreadable_refused(folder: Path) -> Iterator[None]:
-    """Say in one line what is wrong with a model's files."""
+def _refused(what: str) -> Iterator[None]:
+    """Say in one line what went wrong in transformers; there is no telling which exception it will be."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelUnsupported(f"model: {folder} cannot be loaded: {reason}") from error
-
-
-def _check_supported(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelUnsupported(
-            f"model: architecture {config.model_type!r} is not served yet;"
-            f" served are: {', '.join(sorted(SUPPORTED_MODEL_TYPES))}"
-        )
-    if device.type == "cpu" and dtype is not torch.float32:
-        raise ModelUnsupported(f"dtype: on CPU the model runs in float32, not {dtype}")
+    except ModelUnsupported:
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError) and IMPLEMENTATION in error.args:
+            reason = "its attention does not go through transformers' interface"
+        else:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+        raise ModelUnsupported(f"{what}: {reason}") from error
