@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from measure import Series, print_series, report, timed
+from measure import Run, Series, print_series, report, timed
 
 from tidemill import Job, SamplingParams
 from tidemill.jobs import FinishReason
 from tidemill_worker.app import ServedModel, build_model
-from tidemill_worker.grammar import CompiledGrammar, GrammarCompiler
+from tidemill_worker.grammar import CompiledGrammar
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.settings import load_settings
 
@@ -36,7 +36,6 @@ FLAGS = {
     "metrics_port": 0,
 }
 MAX_TOKENS = 384
-ROUNDS = 2
 
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
 WORD = {"type": "string", "pattern": "^[A-Za-z][A-Za-z -]{1,19}$"}
@@ -170,16 +169,12 @@ class Task:
 def main() -> None:
     arguments = parse_arguments()
     served = build_model(load_settings(FLAGS))
-    compiler = GrammarCompiler(served.tokenizer, served.limits.end_of_text)
-    tasks = make_tasks(served, compiler, 40 if arguments.quick else 200)
+    tasks = make_tasks(served, 20 if arguments.quick else 200)
     run(served, tasks[:10], free=True, max_tokens=4)
-    run(served, tasks, free=False)
-    tokens = sum(len(task.token_ids) for task in tasks)
+    series = take_turns(served, tasks)
     finished = [task for task in tasks if task.is_finished]
     valid = sum(task.is_valid for task in finished)
-    print(f"{len(tasks)} jobs, {len(SCHEMAS)} schemas, {tokens} tokens; {len(finished)} ended, {valid} valid")
-
-    series = take_turns(served, tasks, tokens, rounds=1 if arguments.quick else ROUNDS)
+    print(f"{len(tasks)} jobs of {len(SCHEMAS)} schemas: {len(finished)} ended, {valid} of them valid")
     print_series("output tokens per second", list(series.values()))
     figures = {
         "structured_over_free": series["structured"].rate / series["free"].rate,
@@ -189,7 +184,7 @@ def main() -> None:
         "structured_tokens_per_s": series["structured"].rate,
         "free_tokens_per_s": series["free"].rate,
     }
-    compiler.close()
+    served.grammars.close()
     settings = {**FLAGS, "jobs": len(tasks), "quick": arguments.quick}
     report(figures, settings=settings, path=arguments.json)
 
@@ -198,12 +193,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="40 jobs instead of 200")
+    parser.add_argument("--quick", action="store_true", help="20 jobs instead of 200")
     parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
     return parser.parse_args()
 
 
-def make_tasks(served: ServedModel, compiler: GrammarCompiler, count: int) -> list[Task]:
+def make_tasks(served: ServedModel, count: int) -> list[Task]:
     """`count` jobs, the schemas in turn, each with another request."""
     tasks = []
     for index in range(count):
@@ -212,21 +207,21 @@ def make_tasks(served: ServedModel, compiler: GrammarCompiler, count: int) -> li
         params = {"structured_outputs": {"json": schema}}
         job = Job.parse({"messages": [{"role": "user", "content": request}], "params": params})
         assert job.params.structured_outputs is not None
-        grammar = compiler.compile(job.params.structured_outputs)
+        grammar = served.grammars.compile(job.params.structured_outputs)
         tasks.append(Task(schema, served.tokenizer.prompt_token_ids(job), grammar))
     return tasks
 
 
-def take_turns(served: ServedModel, tasks: Sequence[Task], tokens: int, *, rounds: int) -> dict[str, Series]:
-    """Structured and free text forwards and backwards in turn."""
-    series = {name: Series(name, tokens) for name in ("structured", "free")}
-    for _ in range(rounds):
-        for name in ("structured", "free", "free", "structured"):
-            with timed() as measured:
-                run(served, tasks, free=name == "free")
-            series[name].runs.append(measured)
-            print(f"  {name}: {tokens / measured.seconds:.1f} tokens/s", flush=True)
-    return series
+def take_turns(served: ServedModel, tasks: Sequence[Task]) -> dict[str, Series]:
+    """Structured and free text forwards and backwards; the first run says how many tokens there are."""
+    runs: dict[str, list[Run]] = {"structured": [], "free": []}
+    for name in ("structured", "free", "free", "structured"):
+        with timed() as measured:
+            run(served, tasks, free=name == "free")
+        runs[name].append(measured)
+        tokens = sum(len(task.token_ids) for task in tasks)
+        print(f"  {name}: {tokens} tokens, {tokens / measured.seconds:.1f} a second", flush=True)
+    return {name: Series(name, tokens, measured) for name, measured in runs.items()}
 
 
 def run(served: ServedModel, tasks: Sequence[Task], *, free: bool, max_tokens: int | None = None) -> None:

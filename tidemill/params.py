@@ -39,7 +39,7 @@ class StructuredOutputs(Wire):
     choice: tuple[Alternative, ...] | None = Field(default=None, min_length=1, max_length=1024)
     """One of these strings."""
     grammar: Pattern | None = None
-    """Text of this context-free grammar, in Lark's notation."""
+    """Text of this context-free grammar, in Lark's notation or as EBNF (`root ::= ...`)."""
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -50,13 +50,16 @@ class StructuredOutputs(Wire):
             return value
         try:
             return json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
 
     @field_validator("json_schema")
     @classmethod
     def _not_too_long(cls, value: object) -> object:
-        size = len(json.dumps(value))
+        try:
+            size = len(json.dumps(value))
+        except RecursionError as error:
+            raise ValueError("the schema is nested too deeply") from error
         if size > MAX_SCHEMA_BYTES:
             raise ValueError(f"the schema has {size} bytes, at most {MAX_SCHEMA_BYTES} are taken")
         return value

@@ -142,6 +142,10 @@ def _choose(row: Any, count: int, scratch: int) -> int:
         x[i] = logits[i]
     if edited:
         _edit(row, x, count)
+    if row.allowed != 0 and argmax(x, count) < 0:  # only what is banned: the grammar goes before the bans
+        for i in range(count):
+            x[i] = logits[i]
+        _allow(x, count, pointer(row.allowed, np.uint32), row.allowed_words)
     return argmax(x, count) if row.temperature == 0 else _draw(row, x, count, scratch)
 
 

@@ -40,7 +40,7 @@ def make_jobs(label: str, *, max_tokens: int = MAX_TOKENS) -> list[Job]:
     prompts = ["The tide was", "Once a miller", "In the morning they", "The old mill"]
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 1},
-        {"temperature": 0.8, "n": 2, "prompt_logprobs": 0},
+        {"temperature": 0.8, "prompt_logprobs": 0},
         {"temperature": 0.0, "repetition_penalty": 1.1},
         {"temperature": 0.8, "structured_outputs": {"regex": "[a-z ]{2000}"}, "logprobs": 0},
     ]
@@ -171,6 +171,38 @@ async def test_a_killed_worker_s_jobs_go_on_where_they_were(
     survivor_tokens = survivor.metric("tidemill_generation_tokens_total") - before
     everything = sum(result.usage.completion_tokens for result in results)
     assert survivor_tokens <= everything - PLACES * CHECKPOINTED
+    await place.assert_nothing_left()
+
+
+async def test_a_killed_worker_s_choices_go_on_where_they_were(
+    crew: Crew, place: Place, oracle: Oracle
+) -> None:
+    """Each of a job's generations has a checkpoint of its own; one has ended before the worker did."""
+    victim, survivor = await crew.exactly(PATIENT, PATIENT)
+    survivor.pause()
+    params = SamplingParams(
+        n=3, temperature=0.9, seed=5, max_tokens=MAX_TOKENS, logprobs=2, prompt_logprobs=1, echo=True
+    )
+    job = Job(id=JobId(f"choices-{uuid.uuid4().hex[:8]}"), prompt="Once", params=params, stream=True)
+    answer = oracle.answers([job])[job.id]
+    await place.submit([job])
+    stream = asyncio.create_task(place.deltas(job))
+    await place.begun([job], victim)
+    victim.kill()
+    survivor.go_on()
+
+    (result,) = await place.results([job])
+    assert (result.attempts, Answer.of(result)) == (2, answer)
+    assert survivor.did(result)
+    deltas = await stream
+    assert [delta.index for delta in deltas] == [
+        sum(len(earlier.token_ids) for earlier in deltas[:number]) for number in range(len(deltas))
+    ]
+    for choice in result.choices:
+        own = [delta for delta in deltas if delta.choice == choice.index]
+        assert "".join(delta.text for delta in own) == choice.text
+        assert sum((delta.token_ids for delta in own), ()) == choice.token_ids
+        assert sum((delta.logprobs for delta in own), ()) == choice.logprobs
     await place.assert_nothing_left()
 
 

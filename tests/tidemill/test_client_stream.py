@@ -12,7 +12,7 @@ from tests.tidemill.factories import make_job
 from tests.tidemill.servers import Server
 from tidemill.client import Client
 from tidemill.errors import JobUnknown
-from tidemill.jobs import Choice, Delta, JobId, Result, Status, TokenLogprobs
+from tidemill.jobs import Choice, Delta, FinishReason, JobId, Result, Status, TokenLogprobs
 from tidemill.moves import Renewal
 from tidemill.queue import Queue
 
@@ -30,6 +30,12 @@ async def queue(valkey: Server, queue_name: str) -> AsyncIterator[Queue]:
     """The worker's side."""
     async with open_queue(valkey.url, queue_name) as made:
         yield made
+
+
+def ended(text: str) -> list[Delta]:
+    """All pieces of a text, when the last one comes with the result, which says why it ends there."""
+    *pieces, last = deltas(text)
+    return [*pieces, last.model_copy(update={"finish_reason": FinishReason.STOP})]
 
 
 async def read(client: Client, job_id: JobId) -> list[Delta]:
@@ -76,7 +82,7 @@ async def test_one_who_comes_late_reads_from_the_beginning(client: Client, queue
 async def test_one_who_comes_after_the_end_gets_it_all(client: Client, queue: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
     await work(queue)
-    assert await read(client, JobId("a")) == list(deltas(TEXT))
+    assert await read(client, JobId("a")) == ended(TEXT)
 
 
 async def test_one_who_comes_after_the_pieces_are_gone_gets_it_in_one(
@@ -86,7 +92,9 @@ async def test_one_who_comes_after_the_pieces_are_gone_gets_it_in_one(
     await work(queue)
     with valkey.client() as redis:
         redis.delete(queue.keys.deltas(JobId("a")))
-    assert await read(client, JobId("a")) == [Delta(index=0, text=TEXT, token_ids=tuple(map(ord, TEXT)))]
+    assert await read(client, JobId("a")) == [
+        Delta(index=0, text=TEXT, token_ids=tuple(map(ord, TEXT)), finish_reason=FinishReason.STOP)
+    ]
 
 
 async def test_a_job_that_moves_to_another_worker_is_read_without_gap_or_repeat(
@@ -142,7 +150,7 @@ async def test_a_stream_without_end_is_a_timeout(client: Client, queue: Queue) -
 async def test_a_stream_that_has_ended_takes_no_time(client: Client, queue: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
     await work(queue)
-    assert [piece async for piece in client.stream(JobId("a"), timeout=0)] == list(deltas(TEXT))
+    assert [piece async for piece in client.stream(JobId("a"), timeout=0)] == ended(TEXT)
 
 
 async def test_a_stream_ends_at_the_deadline_though_nobody_serves_the_queue(client: Client) -> None:
@@ -174,7 +182,7 @@ async def test_a_reader_that_leaves_disturbs_nobody(client: Client, queue: Queue
     await asyncio.wait([leaving, staying], timeout=0.05)
     leaving.cancel()
     await work(queue)
-    assert await staying == list(deltas(TEXT))
+    assert await staying == ended(TEXT)
 
 
 def make_choice(index: int, tokens: range) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -80,3 +81,13 @@ def test_a_slow_mask_is_waited_for_if_others_are_done_meanwhile(masks: MaskThrea
         masks.submit(one)
     masks.wait(many[-1].ready)  # longer than anybody's patience, but nobody is stuck
     assert [one.error for one in many] == [None] * 20
+
+
+def test_a_grammar_that_nobody_needs_any_more_is_let_go(masks: MaskThread) -> None:
+    done = Wanted()
+    gone = threading.Event()
+    weakref.finalize(done, gone.set)
+    masks.submit(done)
+    masks.wait(done.ready)
+    del done
+    assert gone.wait(10)

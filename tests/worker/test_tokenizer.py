@@ -83,7 +83,7 @@ def test_a_prompt_begins_once(kind: str, brings_its_own: bool) -> None:
     assert (ids[0], ids.count(first)) == (first, 1)
 
 
-@pytest.mark.parametrize("kind", set(KINDS) - set(BEGINS))
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(BEGINS)))
 def test_a_tokenizer_without_bos_gets_none(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
     bare = tokenizer._backend.encode("The mill", add_special_tokens=False).ids

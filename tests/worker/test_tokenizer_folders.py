@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import decoders
 
+from tests.worker.factories import TRAINING_TEXT
 from tests.worker.tiny_tokenizers import BOS, EOS, KINDS, make_backend, trained, write_tokenizer
 from tidemill.errors import InvalidJob, ModelUnsupported
 from tidemill.jobs import Job, Message
@@ -130,10 +133,35 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "tokenizer cannot be loaded" in refusal(tmp_path)
 
 
-def test_a_sentencepiece_model_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
+    """The tokens and the text are those of the library that wrote the file."""
+    trained = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(TRAINING_TEXT),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",  # as Llama's
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(trained.getvalue())
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    original = SentencePieceProcessor(model_proto=trained.getvalue())
+    for text in (TEXT, "The mill", "naïve 🌊 žluťoučký"):
+        token_ids = original.encode(text)
+        assert tokenizer.prompt_token_ids(Job(prompt=text)) == [original.bos_id(), *token_ids]
+        assert tokenizer.decode(token_ids) == original.decode(token_ids)
+
+
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    assert "takes the packages sentencepiece and protobuf" in refusal(tmp_path)
+    assert "its tokenizer.model cannot be converted" in refusal(tmp_path)
 
 
 def test_a_tokenizer_in_python_is_refused(tmp_path: Path) -> None:

@@ -98,7 +98,10 @@ def serve(settings: WorkerSettings) -> bool:
         service = build_service(settings, model, open_queue, metrics)
         metrics.watch(lambda: service.engine.stats)
         probe.service = service
-        return asyncio.run(_run(service))
+        try:
+            return asyncio.run(_run(service))
+        finally:
+            model.grammars.close()
 
 
 def build_model(settings: WorkerSettings) -> ServedModel:

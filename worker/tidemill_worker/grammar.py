@@ -34,6 +34,17 @@ CACHE_SIZE = 256
 """Grammars remembered as good or bad; a text of at most 64 KiB each."""
 
 
+class Workshop:
+    """What all grammars of one model share; it ends with the last of them."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.tokenizer = vocabulary.for_matching()
+        self.trial = GrammarTrial(vocabulary)
+        self.masks = MaskThread()
+        weakref.finalize(self, self.masks.close)
+
+
 class Grammar:
     """What one generation may go on with. One thread at a time may use it.
 
@@ -42,25 +53,21 @@ class Grammar:
     """
 
     def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        vocabulary: Vocabulary,
-        masks: MaskThread,
-        token_ids: Iterable[int] = (),
+        self, matcher: llguidance.LLMatcher, workshop: Workshop, token_ids: Iterable[int] = ()
     ) -> None:
         self._matcher = matcher
-        self._masks = masks
+        self._workshop = workshop
         self._lock = threading.Lock()  # the matcher's: held while a token is taken in or a mask computed
         self._ready = threading.Event()
-        self._words = np.zeros(vocabulary.num_mask_words, np.uint32)
-        self._mask = self._words[: (len(vocabulary.tokens) + 31) // 32]
+        self._words = np.zeros(workshop.vocabulary.num_mask_words, np.uint32)
+        self._mask = self._words[: (len(workshop.vocabulary.tokens) + 31) // 32]
         self.is_complete = False
         """Nothing but the end of text can follow: the generation is over, end of text or not."""
         self.error: str | None = None
         """Why no text can be finished any more."""
         for token_id in token_ids:
             self._take(token_id)
-        masks.submit(self)
+        workshop.masks.submit(self)
 
     def accept(self, token_id: int) -> None:
         """Take in a generated token; what may follow it is computed meanwhile in another thread.
@@ -70,7 +77,7 @@ class Grammar:
         with self._lock:
             self._ready.clear()
             self._take(token_id)
-        self._masks.submit(self)
+        self._workshop.masks.submit(self)
 
     def allowed_tokens(self) -> NDArray[np.uint32]:
         """Bit i of word i // 32 is set if token i may come next; waits until that is known.
@@ -78,7 +85,7 @@ class Grammar:
         End of text is among them where the text may end. The array is this grammar's own, and good
         until the next `accept`.
         """
-        self._masks.wait(self._ready)
+        self._workshop.masks.wait(self._ready)
         return self._mask
 
     def compute(self) -> None:
@@ -112,18 +119,19 @@ class Grammar:
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar that has been found to be good; any number of generations may follow it."""
+    """What the text of one job must be; all its choices start from here.
 
-    compiler: GrammarCompiler
-    text: str
+    They share what the library finds out about patterns while it computes masks, and the limit on how
+    much that may be. Jobs share nothing, so that none can use up another's limits.
+    """
+
+    matcher: llguidance.LLMatcher
+    """Never moves itself."""
+    workshop: Workshop
 
     def start(self, token_ids: Iterable[int] = ()) -> Grammar:
-        """For one choice, behind `token_ids` that it has generated already.
-
-        Takes as long as compiling, without the GIL: some milliseconds as a rule. Generations share
-        nothing, so that none can use up another's limits.
-        """
-        return self.compiler.start(self.text, token_ids)
+        """For one choice, behind `token_ids` that it has generated already."""
+        return Grammar(self.matcher.deep_copy(), self.workshop, token_ids)
 
 
 class GrammarCompiler:
@@ -141,11 +149,14 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._end_of_text = end_of_text
         self._lock = threading.Lock()
-        self._workshop: _Workshop | None = None
+        self._workshop: Workshop | None = None
         self._refusals: OrderedDict[str, str | None] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
-        """Find out whether a text of this model can follow `outputs`.
+        """Make the grammar of one job, without the GIL for the most part.
+
+        Whether it can be used is found out once for all jobs that ask for the same; that takes tens
+        of milliseconds, and everybody else's new grammars wait.
 
         Raises:
             InvalidJob: naming the field: if it cannot be compiled, no text or only the empty one
@@ -158,15 +169,11 @@ class GrammarCompiler:
         reason = self._refusal_of(text)
         if reason is not None:
             raise refused(outputs.kind, reason)
-        return CompiledGrammar(self, text)
-
-    def start(self, text: str, token_ids: Iterable[int]) -> Grammar:
-        """See `CompiledGrammar.start`."""
         workshop = self._opened()
         matcher = llguidance.LLMatcher(workshop.tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RuntimeError(f"a grammar that was found to be good: {one_line(matcher.get_error())}")
-        return Grammar(matcher, workshop.vocabulary, workshop.masks, token_ids)
+        return CompiledGrammar(matcher, workshop)
 
     def close(self) -> None:
         """End the thread and the process that were started; grammars in use must not be waited for."""
@@ -187,20 +194,9 @@ class GrammarCompiler:
                 self._refusals.popitem(last=False)
         return reason
 
-    def _opened(self) -> _Workshop:
+    def _opened(self) -> Workshop:
         with self._lock:
             if self._workshop is None:
                 vocabulary = Vocabulary.of(self._tokenizer, self._end_of_text)
-                self._workshop = _Workshop(vocabulary)
+                self._workshop = Workshop(vocabulary)
             return self._workshop
-
-
-class _Workshop:
-    """What all grammars of one model share."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
-        self.tokenizer = vocabulary.for_matching()
-        self.trial = GrammarTrial(vocabulary)
-        self.masks = MaskThread()
-        weakref.finalize(self, self.masks.close)

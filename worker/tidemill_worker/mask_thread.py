@@ -72,3 +72,4 @@ class MaskThread:
                 grammar.fail(f"what may come next could not be computed: {error!r}")
             if self._thread is current_thread():
                 self._computing = None
+            del grammar  # else it would live on until the next one comes

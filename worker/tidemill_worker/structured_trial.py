@@ -86,14 +86,10 @@ class GrammarTrial:
         """
         with self._lock:
             for _ in range(2):
-                child = self._started()
-                assert child.stdin is not None and child.stdout is not None
                 try:
-                    _send(child.stdin, grammar)
-                    answer: str | None = pickle.load(child.stdout)
-                    return answer
+                    return self._ask(grammar)
                 except (EOFError, OSError, pickle.UnpicklingError):
-                    status = child.wait()
+                    status = 0 if self._child is None else self._child.wait()
                 if -status in CRASHES:
                     return self._budget.reason_of_loss(status)
         raise RuntimeError(f"the process that tries grammars out ended with status {status}")
@@ -103,6 +99,13 @@ class GrammarTrial:
         with self._lock:
             if self._child is not None:
                 _end(self._child)
+
+    def _ask(self, grammar: str) -> str | None:
+        child = self._started()
+        assert child.stdin is not None and child.stdout is not None
+        _send(child.stdin, grammar)
+        answer: str | None = pickle.load(child.stdout)
+        return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:

@@ -224,8 +224,8 @@ def _why_not_loaded(folder: Path, error: Exception) -> str:
     """One line; the libraries behind the loader blame each other at length."""
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         return (
-            "its tokenizer.model cannot be converted: that takes the packages sentencepiece and protobuf;"
-            " or save a tokenizer.json beside it"
+            f"its tokenizer.model cannot be converted: {' '.join(str(error).split())};"
+            " save a tokenizer.json beside it"
         )
     return "its tokenizer cannot be loaded: " + " ".join(str(error).split())
 

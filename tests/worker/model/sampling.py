@@ -84,11 +84,18 @@ def reference_token(logits: NDArray[np.float32], row: Drawn) -> int:
 
 
 def reference_edits(logits: NDArray[np.float32], row: Drawn) -> Doubles:
-    """Mask, bans, bias and penalties, one token after the other."""
-    params, x = row.params, logits.astype(np.float64)
-    for token in range(len(x)):
+    """Mask, bans, bias and penalties; the mask alone where bans leave nothing of what it allows."""
+    masked = logits.astype(np.float64)
+    for token in range(len(masked)):
         if row.allowed is not None and (token not in row.allowed or token >= 32 * row.mask_words):
-            x[token] = -np.inf
+            masked[token] = -np.inf
+    edited = _reference_bans_and_penalties(masked.copy(), row)
+    return masked if row.allowed is not None and edited.max() == -np.inf else edited
+
+
+def _reference_bans_and_penalties(x: Doubles, row: Drawn) -> Doubles:
+    params = row.params
+    for token in range(len(x)):
         if len(row.output) < params.min_tokens and token in row.end_tokens:
             x[token] = -np.inf
         if any(_completes(word, row.output, token) for word in row.bad_words):

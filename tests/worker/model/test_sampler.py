@@ -220,6 +220,14 @@ def test_no_bias_brings_back_what_is_forbidden() -> None:
     assert sample(torch.tensor([[5.0, 5.0, 5.0, 0.0]]), [row]) == [3]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_all_that_a_grammar_allows_is_banned_the_grammar_wins(temperature: float) -> None:
+    """Else a job that asks for one word and forbids it would fail, or the text break off in its middle."""
+    params = SamplingParams(temperature=temperature, min_tokens=5)
+    row = Drawn(params, allowed=[1, 2], bad_words=[[1]], end_tokens=[2])
+    assert sample(torch.tensor([[9.0, 0.0, -40.0, 9.0]]), [row]) == [1]
+
+
 def test_tokens_past_the_end_of_a_mask_are_not_allowed() -> None:
     logits = torch.arange(100.0).unsqueeze(0)
     assert sample(logits, [Drawn(GREEDY, allowed=range(100), mask_words=2)]) == [63]
