@@ -8,7 +8,7 @@ which the kernel ends when it takes too long, too much memory or too much stack.
 
 from __future__ import annotations
 
-import pickle
+import json
 import random
 import re
 import signal
@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -88,7 +88,7 @@ class GrammarTrial:
             for _ in range(2):
                 try:
                     return self._ask(grammar)
-                except (EOFError, OSError, pickle.UnpicklingError):
+                except (OSError, ValueError):
                     status = 0 if self._child is None else self._child.wait()
                 if -status in CRASHES:
                     return self._budget.reason_of_loss(status)
@@ -104,7 +104,7 @@ class GrammarTrial:
         child = self._started()
         assert child.stdin is not None and child.stdout is not None
         _send(child.stdin, grammar)
-        answer: str | None = pickle.load(child.stdout)
+        answer: str | None = json.loads(child.stdout.readline())
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -120,12 +120,13 @@ class GrammarTrial:
             )
             weakref.finalize(self, _end, self._child)
             assert self._child.stdin is not None
-            _send(self._child.stdin, (self._vocabulary, self._budget))
+            _send(self._child.stdin, [self._vocabulary.to_plain(), asdict(self._budget)])
         return self._child
 
 
 def _send(pipe: IO[bytes], message: object) -> None:
-    pickle.dump(message, pipe)
+    """One line of JSON: whatever a grammar does to the child, it can send back no more than text."""
+    pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 
@@ -189,15 +190,12 @@ def main() -> None:
     """The child: a vocabulary, then grammars, until the pipe is closed."""
     threading.stack_size(STACK)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    vocabulary, budget = pickle.load(requests)
+    plain_vocabulary, plain_budget = json.loads(requests.readline())
+    vocabulary, budget = Vocabulary.of_plain(plain_vocabulary), Budget(**plain_budget)
     tokenizer = vocabulary.for_matching()
-    while True:
-        try:
-            grammar = pickle.load(requests)
-        except EOFError:
-            return
+    for line in requests:
         budget.limit_this_process()
-        answer = _tried_in_a_thread(tokenizer, vocabulary, grammar)
+        answer = _tried_in_a_thread(tokenizer, vocabulary, json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _send(answers, answer)
 

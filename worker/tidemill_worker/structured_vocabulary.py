@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import llguidance
 
@@ -23,7 +23,7 @@ class TokenBytes(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Plain data, so that it can be sent to another process."""
+    """What all grammars of a model are matched against; can be sent to another process."""
 
     tokens: tuple[bytes, ...]
     """By token id, one for each id that the model can embed; empty where the tokenizer has no token."""
@@ -41,6 +41,20 @@ class Vocabulary:
             special=frozenset(special.union(ends)),
             end_of_text=tuple(ends),
         )
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Inverse of `to_plain`."""
+        tokens = tuple(token.encode("latin-1") for token in plain["tokens"])
+        return cls(tokens, frozenset(plain["special"]), tuple(plain["end_of_text"]))
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same as JSON can say it: each byte is the character of its number."""
+        return {
+            "tokens": [token.decode("latin-1") for token in self.tokens],
+            "special": sorted(self.special),
+            "end_of_text": list(self.end_of_text),
+        }
 
     @property
     def num_mask_words(self) -> int:
