@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def smollm2_folder(pytestconfig: pytest.Config) -> Path:
 
     assert pytestconfig.cache is not None
     return locate_embedded(pytestconfig.cache.mkdir("tidemill-models"))
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For what must not depend on how many threads share a tensor out."""
+    import torch  # not before `pytest_configure` has spoken
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

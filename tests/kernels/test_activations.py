@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,14 +43,6 @@ DEFINITIONS: dict[Function, tuple[Function, Function]] = {
     mish: (_mish, lambda x: torch.tensor(6)),
 }
 functions = pytest.mark.parametrize("function", DEFINITIONS, ids=lambda function: function.__name__)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @functions

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from tidemill_kernels.rank_tokens import LOWEST, Ranks, rank_tokens
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def ranks_of(logits: NDArray[np.float32], tokens: list[int], num_top: int = 0) -> Ranks:
@@ -32,7 +21,7 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 20, 63, 64, 65, 1000, 5000])
-def test_logprobs_ranks_and_top_tokens_are_what_they_are_called(vocabulary: int, threads: int) -> None:
+def test_logprobs_ranks_and_top_tokens_are_what_they_are_called(vocabulary: int, threads: None) -> None:
     generator = np.random.default_rng(vocabulary)
     logits = (generator.standard_normal((12, vocabulary)) * 4).astype(np.float32)
     logits[::3] = np.round(logits[::3])  # with ties
@@ -55,7 +44,7 @@ def test_by_hand() -> None:
     assert ranks.top_logprobs[0] == pytest.approx(np.log([0.4, 0.3]), abs=1e-6)
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_crowd(threads: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_crowd(threads: None) -> None:
     logits = (np.random.default_rng(0).standard_normal((9, 3001)) * 3).astype(np.float32)
     tokens = list(range(9))
     together = ranks_of(logits, tokens, 5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -14,14 +12,6 @@ from tidemill_worker.model.activation import RowwiseActivation, replace_activati
 NAMES = sorted(set(ACT2FN) - {"sqrtsoftplus"})
 """All but a scoring function of one router, which belongs to no architecture that is served."""
 OURS = sorted({name for name in NAMES if "gelu" in name} | {"silu", "swish", "sigmoid", "mish"})
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_layer(name: str) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -13,14 +11,6 @@ from transformers.pytorch_utils import Conv1D
 from tidemill_worker.model.linear import PackedLinear, pack_linears
 
 SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (48, 80), (7, 3), (64, 4096), (1, 100), (8, 48)]
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -55,14 +54,6 @@ def trial(request: pytest.FixtureRequest) -> Trial:
     pack_linears(model)
     replace_activations(model)
     return Trial(model, input_ids, positions, plain)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @torch.inference_mode()
