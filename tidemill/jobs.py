@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from tidemill.errors import ErrorCode, InvalidJob, JobFailed
 from tidemill.params import SamplingParams
-from tidemill.schema import JOB_ID_PATTERN, Name, Token, Wire, invalid_job
+from tidemill.schema import JOB_ID_PATTERN, Name, Text, Token, Wire, invalid_job
 
 WIRE_VERSION = 1
 
@@ -37,14 +37,14 @@ class Message(Wire):
     """One turn of a chat, as OpenAI writes it."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: Text
 
 
 class Job(Wire):
     """One piece of work: exactly one of `prompt`, `messages` and `prompt_token_ids`."""
 
     id: JobId = Field(default_factory=lambda: JobId(uuid.uuid4().hex), pattern=JOB_ID_PATTERN)
-    model: str | None = None
+    model: Text | None = None
     """The model this job was written for; `None` takes what the queue serves."""
     prompt: str | None = Field(default=None, min_length=1)
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
@@ -54,7 +54,7 @@ class Job(Wire):
     tenant: Name = "default"
     deadline: float | None = Field(default=None, gt=0.0)
     """Seconds from submission after which the answer is worthless."""
-    metadata: Mapping[str, str] = Field(default_factory=dict, max_length=16)
+    metadata: Mapping[Text, Text] = Field(default_factory=dict, max_length=16)
     """Comes back with the result, untouched."""
     stream: bool = False
     """Publish text as it is generated; read it with `Client.stream`."""
@@ -73,13 +73,17 @@ class Job(Wire):
     def digest(self) -> str:
         """Identifies the work itself (hex, 128 bits): id, delivery and scheduling do not count.
 
-        Computed over canonical JSON, so that two spellings of one job are one job.
+        Computed over canonical JSON, so that two spellings of one job are one job. A schema counts as
+        it is written: the order of its properties is that of the text.
         """
         content = self.model_dump(
             mode="json",
             include={"model", "prompt", "messages", "prompt_token_ids", "params"},
             exclude_defaults=True,
         )
+        outputs = self.params.structured_outputs
+        if outputs is not None and outputs.json_schema is not None:
+            content["params"]["structured_outputs"] = {"json": json.dumps(outputs.json_schema)}
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 

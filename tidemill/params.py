@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from tidemill.schema import Token, Wire
 
@@ -43,26 +43,22 @@ class StructuredOutputs(Wire):
 
     @field_validator("json_schema", mode="before")
     @classmethod
-    def _parsed(cls, value: object) -> object:
-        if not isinstance(value, str):
-            if not isinstance(value, Mapping | bool | None):
-                raise ValueError("give a schema as an object, or as its text")
-            return value
+    def _as_on_the_wire(cls, value: object) -> object:
+        """What a worker will read, which takes no NaN, no half of a surrogate pair, no depth of hundreds."""
+        if value is None:
+            return None
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
+            schema = json.loads(value) if isinstance(value, str) else value
+            size = len(json.dumps(schema, allow_nan=False))
+            job = {"params": {"structured_outputs": {"json": schema}}}
+            schema = from_json(to_json(job))["params"]["structured_outputs"]["json"]
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
-
-    @field_validator("json_schema")
-    @classmethod
-    def _not_too_long(cls, value: object) -> object:
-        try:
-            size = len(json.dumps(value))
-        except RecursionError as error:
-            raise ValueError("the schema is nested too deeply") from error
+        if not isinstance(schema, dict | bool):
+            raise ValueError("give a schema as an object, or as its text")
         if size > MAX_SCHEMA_BYTES:
             raise ValueError(f"the schema has {size} bytes, at most {MAX_SCHEMA_BYTES} are taken")
-        return value
+        return schema
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -138,13 +134,18 @@ class SamplingParams(Wire):
         rest = {name: value for name, value in data.items() if name != "response_format"}
         outputs = _structured_outputs(data["response_format"])
         if outputs is not None and rest.get("structured_outputs") is not None:
-            raise ValueError("give response_format or structured_outputs, not both")
+            raise _wrong_response_format("give this or structured_outputs, not both")
         return rest if outputs is None else rest | {"structured_outputs": outputs}
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _one_string(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_is_zero(cls, value: int) -> int:
+        return max(0, value)
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -178,7 +179,11 @@ def _structured_outputs(response_format: object) -> dict[str, object] | None:
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return {"json": schema}
-    raise ValueError(
-        'response_format: give {"type": "text"}, {"type": "json_object"} or'
+    raise _wrong_response_format(
+        'give {"type": "text"}, {"type": "json_object"} or'
         ' {"type": "json_schema", "json_schema": {"schema": ...}}'
     )
+
+
+def _wrong_response_format(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("response_format", "{reason}", {"reason": reason, "field": "response_format"})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from tidemill.errors import ErrorCode, InvalidJob
 
@@ -16,6 +18,17 @@ NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"
 QUEUE_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$"
 
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not Unicode text: half of a surrogate pair at {error.start}") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+"""Text of any length; pydantic itself lets pass what no JSON can say, unless the length is bounded."""
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Token = Annotated[int, Field(ge=0, strict=True)]
 
@@ -43,12 +56,28 @@ class Wire(BaseModel):
 
 
 def invalid_job(error: ValidationError, *, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> InvalidJob:
-    """Turn pydantic's report into one line that names the field and its limit."""
+    """Turn pydantic's report into one line that names the field and its limit.
+
+    pydantic places a check of a whole object at that object; the field it means is `field` of its context.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or None
-    limit = next((value for key, value in first.get("ctx", {}).items() if key in LIMITS), None)
-    reason = first["msg"].removeprefix("Value error, ")
+    context = first.get("ctx", {})
+    place = (*first["loc"], context["field"]) if "field" in context else first["loc"]
+    field = ".".join(str(part) for part in place) or None
+    limit = next((value for key, value in context.items() if key in LIMITS), None)
+    reason = _in_words_of_json(first)
     message = f"{field}: {reason}" if field else reason
     return InvalidJob(
         message, field=field, limit=limit if isinstance(limit, int | float | str) else None, code=code
     )
+
+
+def _in_words_of_json(error: ErrorDetails) -> str:
+    match error["type"]:
+        case "tuple_type":
+            return "Input should be a valid list"
+        case "model_type":
+            return "Input should be a valid object"
+        case "too_long" | "too_short":
+            return re.sub("^Tuple", "List", error["msg"]).replace(" after validation", "")
+    return error["msg"].removeprefix("Value error, ")

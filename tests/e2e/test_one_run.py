@@ -160,6 +160,11 @@ async def test_every_job_gets_its_own_answer(
             assert sum((piece.token_ids for piece in own), ()) == choice.token_ids
 
     # The entries without a job: nobody can be told but whoever reads the default stream.
+    # A full worker comes upon them after the last job.
+    async def all_refused() -> bool:
+        return len(await queue.results(DEFAULT_RESULTS)) >= len(GARBAGE)
+
+    await until(all_refused)
     refused = [result for _, result in await queue.results(DEFAULT_RESULTS)]
     assert len(refused) == len(GARBAGE)
     assert "nobody-submitted-this" in {result.id for result in refused}

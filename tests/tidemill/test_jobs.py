@@ -25,6 +25,10 @@ from tidemill.jobs import Job
         ({"prompt": "x", "metadata": {str(n): "" for n in range(17)}}, "metadata", 16),
         ({"prompt": "x", "priority": "urgent"}, "priority", "'high', 'normal' or 'low'"),
         ({"prompt": "x", "tempo": 1}, "tempo", None),
+        ({"prompt": "half \ud83c"}, "prompt", None),
+        ({"messages": [{"role": "user", "content": "half \ud83c"}]}, "messages.0.content", None),
+        ({"prompt": "x", "model": "half \ud83c"}, "model", None),
+        ({"prompt": "x", "metadata": {"a": "half \ud83c"}}, "metadata.a", None),
         ({}, None, None),
     ],
 )

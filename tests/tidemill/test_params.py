@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -97,6 +98,18 @@ def test_a_wrong_value_is_told_by_its_place(params: dict[str, Any], field: str, 
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": 5}, "params.stop: Input should be a valid list"),
+        ({"stop": ["a"] * 17}, "params.stop: List should have at most 16 items, not 17"),
+        ({"structured_outputs": "json"}, "params.structured_outputs: Input should be a valid object"),
+    ],
+)
+def test_a_wrong_value_is_told_in_the_words_of_json(params: dict[str, Any], message: str) -> None:
+    assert str(refusal(**params)) == message
+
+
+@pytest.mark.parametrize(
     ("params", "field", "limit", "message"),
     [
         (
@@ -165,6 +178,13 @@ def test_structured_output_is_exactly_one_kind(outputs: dict[str, Any], kind: st
 PLACE = "params.structured_outputs"
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("outputs", "field", "limit", "message"),
     [
@@ -177,6 +197,13 @@ PLACE = "params.structured_outputs"
             None,
             f"at most {MAX_SCHEMA_BYTES} are taken",
         ),
+        ({"json": '{"minimum": NaN}'}, f"{PLACE}.json", None, "not JSON"),
+        ({"json": '{"maximum": 1e999}'}, f"{PLACE}.json", None, "not JSON"),
+        ({"json": {"minimum": math.inf}}, f"{PLACE}.json", None, "not JSON"),
+        ({"json": {"enum": {1, 2}}}, f"{PLACE}.json", None, "not JSON"),
+        ({"json": {"const": "\ud800"}}, f"{PLACE}.json", None, "not JSON"),
+        ({"json": nested(199)}, f"{PLACE}.json", None, "not JSON"),
+        ({"json": '{"items":' * 5000 + "1" + "}" * 5000}, f"{PLACE}.json", None, "not JSON"),
         ({"json_object": False}, f"{PLACE}.json_object", "True", ""),
         ({"regex": ""}, f"{PLACE}.regex", 1, ""),
         ({"regex": "a" * (MAX_SCHEMA_BYTES + 1)}, f"{PLACE}.regex", MAX_SCHEMA_BYTES, ""),
@@ -213,12 +240,18 @@ def test_response_format_is_another_spelling(response_format: object, outputs: d
 
 @pytest.mark.parametrize("wrong", [{"type": "xml"}, {"type": "json_schema"}, "json", {}])
 def test_an_unknown_response_format_names_those_there_are(wrong: object) -> None:
-    assert '{"type": "json_object"}' in str(refusal(response_format=wrong))
+    error = refusal(response_format=wrong)
+    assert error.field == "params.response_format"
+    assert str(error).startswith('params.response_format: give {"type": "text"}, {"type": "json_object"} or')
 
 
 def test_response_format_and_structured_outputs_exclude_each_other() -> None:
     both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-    assert "not both" in str(refusal(**both))
+    error = refusal(**both)
+    assert (error.field, str(error)) == (
+        "params.response_format",
+        "params.response_format: give this or structured_outputs, not both",
+    )
     harmless = {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}
     assert parse(**harmless) == parse(structured_outputs={"regex": "a"})
 
@@ -271,6 +304,7 @@ def test_structured_output_may_be_made_in_python_by_either_name() -> None:
     [
         ({"stop": "a"}, {"stop": ["a"]}),
         ({"temperature": 1}, {}),
+        ({"top_k": -1}, {"top_k": 0}),
         ({"logit_bias": {"5": 1, "6": 2}}, {"logit_bias": {6: 2.0, 5: 1.0}}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"structured_outputs": {"json": SCHEMA}}),
         ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}),
@@ -280,6 +314,24 @@ def test_two_spellings_are_one_job(one: dict[str, Any], other: dict[str, Any]) -
     """Else a job that is sent again would be a conflict."""
     digests = {Job.parse({"prompt": "x", "params": params}).digest() for params in (one, other)}
     assert len(digests) == 1
+
+
+def test_the_order_of_a_schema_is_part_of_the_work() -> None:
+    """Properties come in the order of the schema, so another order is another text."""
+    properties: list[dict[str, Any]] = [{"a": {}, "b": {}}, {"b": {}, "a": {}}]
+    jobs = [
+        Job.parse({"prompt": "x", "params": {"structured_outputs": {"json": {"properties": order}}}})
+        for order in properties
+    ]
+    assert len({job.digest() for job in jobs}) == 2
+    assert [Job.from_wire(job.to_wire()).digest() for job in jobs] == [job.digest() for job in jobs]
+
+
+def test_a_schema_is_what_json_makes_of_it() -> None:
+    """Else the worker would be given another one than the client has looked at."""
+    outputs = StructuredOutputs(json_schema={"properties": {1: {"enum": ("a",)}}})
+    assert outputs.json_schema == {"properties": {"1": {"enum": ["a"]}}}
+    assert StructuredOutputs.from_wire(outputs.to_wire()) == outputs
 
 
 @pytest.mark.parametrize("name", sorted(EVERYTHING))

@@ -374,3 +374,14 @@ async def test_limits_of_a_claim_hold_for_the_batch(queue: Queue) -> None:
 
     assert len(await queue.claim(WORKER, 256)) == 256
     assert len(await queue.claim(WORKER, 256)) == 44
+
+
+async def test_an_entry_without_a_job_is_refused_after_the_last_job_too(queue: Queue, redis: Redis) -> None:
+    """It is counted nowhere: the end of the lane's last job must not hide it."""
+    claimed = await submit_and_claim(queue, "good")
+    await redis.xadd(queue.keys.jobs(1, Priority.NORMAL, "default"), {"id": "nobody"})
+    await queue.finish(WORKER, claimed.attempt, make_result("good"))
+    assert await queue.claim(WORKER, 1) == []
+    [(_, refused)] = await queue.results("default")
+    assert (refused.id, refused.status) == ("nobody", Status.FAILED)
+    assert (await queue.depth()).total == 0

@@ -13,14 +13,18 @@ from tests.worker.factories import (
     make_delta,
     make_job,
     make_limits,
+    make_output,
     make_tokenizer,
+    token_text,
 )
+from tests.worker.scripted import ranked
 from tidemill.errors import ErrorCode
 from tidemill.jobs import Delta, ErrorInfo, FinishReason, Job, Result, Status
 from tidemill.moves import Claimed
 from tidemill_worker import admission as admission_module
 from tidemill_worker.admission import Admission
 from tidemill_worker.request import Ending, Request
+from tidemill_worker.token_logprobs import on_wire
 
 
 def prepare(claim: Claimed, admission: Admission | None = None) -> Request | Result:
@@ -208,6 +212,58 @@ def test_each_choice_goes_on_from_its_own_checkpoint() -> None:
     assert [(choice.index, choice.output_token_ids) for choice in request.choices] == [(0, (a, b)), (2, ())]
     assert held.choice(1).ending == Ending(FinishReason.STOP)
     assert [choice.text for choice in held.choices] == ["AB", "B", ""]
+
+
+def test_what_a_checkpoint_says_of_an_ending_holds() -> None:
+    """Readers were told of it, though this worker, of another build, would have gone on."""
+    admission = make_admission()
+    ended = {"finish_reason": FinishReason.STOP, "stop_reason": "x"}
+    deltas = (Delta(index=0, token_ids=(word("A"),), text="A", **ended),)
+    claim = make_claim(make_job(params={"n": 2, "temperature": 1.0}), checkpoint=deltas)
+    held = admission.hold(claim)
+    request = admission.prepare(claim, held)
+    assert isinstance(request, Request)
+    assert [choice.index for choice in request.choices] == [1]
+    assert held.choice(0).ending == Ending(FinishReason.STOP, "x")
+
+
+def test_a_generation_that_was_cut_short_goes_on() -> None:
+    deltas = (Delta(index=0, token_ids=(word("A"),), text="A", finish_reason=FinishReason.ERROR),)
+    assert isinstance(prepare(make_claim(make_job(), checkpoint=deltas)), Request)
+
+
+def test_new_tokens_follow_on_all_that_is_stored() -> None:
+    """Given a generation of which more is stored than up to what this worker takes for its end, then
+    the queue does not take the next tokens of the others for a repeat."""
+    admission = make_admission()
+    a, b, eos = word("A"), word("B"), word("<eos>")
+    deltas = (make_delta(0, a, eos, b, text="AB"),)
+    claim = make_claim(make_job(params={"n": 2, "temperature": 1.0}), checkpoint=deltas)
+    held = admission.hold(claim)
+    request = admission.prepare(claim, held)
+    assert isinstance(request, Request)
+    held.take_in(make_output(held.request_id, b, text="B", choice=1))
+    assert held.choice(0).token_ids == [a, eos]
+    assert held.checkpoint() == (make_delta(3, b, text="B", choice=1),)
+
+
+@pytest.mark.parametrize(
+    ("delta", "fault"),
+    [
+        ({"choice": 2}, "a generation 2, asked for were 2"),
+        ({"token_ids": (60, 100_000)}, "token 100000"),
+        ({"token_ids": (60, 61)}, "1 logprobs of 2 tokens"),
+        ({"logprobs": ()}, "0 logprobs of 1 tokens"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_of_this_job_is_told(delta: dict[str, Any], fault: str) -> None:
+    job = make_job(params={"n": 2, "temperature": 1.0, "logprobs": 0})
+    whole = {"index": 0, "token_ids": (60,), "logprobs": on_wire([ranked(60, 0)], token_text)}
+    result = prepare(make_claim(job, checkpoint=(Delta(**(whole | delta)),)))
+    assert isinstance(result, Result)
+    assert result.error is not None
+    assert (result.error.code, result.error.field) == (ErrorCode.UNDECODABLE, None)
+    assert result.error.message.startswith(f"checkpoint: {fault}")
 
 
 def test_prompt_logprobs_are_computed_even_if_the_generation_was_complete() -> None:

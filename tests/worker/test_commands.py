@@ -6,19 +6,22 @@ import json
 import os
 import signal
 import socket
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 import structlog
+from huggingface_hub import constants
+from packaging.requirements import Requirement
 
 from tests.tidemill.servers import Server, running, valkey_binary
 from tidemill.__main__ import main
 from tidemill.errors import ConfigurationError
 from tidemill.exit_codes import ExitCode
 from tidemill_worker.demo import package_descriptions
-from tidemill_worker.doctor import Verdict, examine
+from tidemill_worker.doctor import PACKAGES, Verdict, examine
 from tidemill_worker.embedded import embedded_valkey
 from tidemill_worker.logs import configure_logs
 from tidemill_worker.settings import WorkerSettings, load_settings
@@ -168,6 +171,30 @@ def test_the_doctor_says_what_is_wrong(tmp_path: Path) -> None:
     assert verdicts["model"] is Verdict.FAILED
     assert verdicts["threads"] is Verdict.WARNING
     assert checks["device"].message == "dtype=float16: on CPU the model runs in float32"
+
+
+def test_the_doctor_knows_every_package_of_a_worker() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["cli"], *extras["worker"]]
+    assert {Requirement(line).name for line in asked} - {"tidemill"} == set(PACKAGES)
+
+
+def test_the_doctor_tells_a_cached_hub_id_from_one_to_be_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    settings = load_settings({"redis_url": f"redis://127.0.0.1:{closed_port()}/0", "model": "someone/tiny"})
+    absent = examine(settings)[-1]
+    assert (absent.name, absent.verdict) == ("model", Verdict.WARNING)
+    assert "someone/tiny is not here; it will be fetched" in absent.message
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    present = examine(settings)[-1]
+    assert (present.verdict, present.message.split(" is in ")[0]) == (Verdict.OK, "someone/tiny")
 
 
 def test_the_doctor_fails_without_redis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

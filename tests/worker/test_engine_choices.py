@@ -9,6 +9,7 @@ import pytest
 from tests.worker.scripted import EOS, make_engine, make_request, ranked, run, script, text, tokens
 from tidemill.errors import ErrorCode, InvalidJob
 from tidemill.jobs import FinishReason
+from tidemill.params import SamplingParams
 from tidemill_worker.engine import Engine
 from tidemill_worker.request import Request
 
@@ -54,6 +55,16 @@ def test_the_prompt_is_computed_and_counted_once() -> None:
     assert sum(plan.num_tokens for plan in script(engine).plans) == len(PROMPT) + 1 + 3 * 2
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.generation_tokens) == (len(PROMPT), 8)
+
+
+def test_what_a_sibling_computed_was_not_cached() -> None:
+    """Given a first generation that has more to catch up with than the second, which shares its prompt
+    and gets the first token: nothing of the prompt was there before the request came."""
+    engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    engine.add(make_request("x", PROMPT, resumed=[2] * 20, n=2, max_tokens=30))
+    outputs = run(engine)["x"]
+    assert outputs[0].choice == 1
+    assert outputs[-1].num_cached_tokens == 0
 
 
 def test_requests_with_many_generations_and_with_one_share_steps() -> None:
@@ -178,3 +189,12 @@ def test_a_request_may_want_nothing_but_its_prompts_logprobs() -> None:
     assert output.finished
     assert output.prompt_logprobs == tuple(ranked(token, 0) for token in PROMPT[1:])
     assert is_empty(engine)
+
+
+def test_a_prompt_that_cannot_be_scored_takes_no_generation_its_ending() -> None:
+    """All of them had ended by themselves, and keep their reasons."""
+    engine = make_engine({"x": [-1]})
+    engine.add(Request("x", PROMPT, SamplingParams(prompt_logprobs=0), 0, choices=()))
+    [output] = run(engine)["x"]
+    assert output.error is not None
+    assert (output.finished, output.finish_reason) == (True, None)

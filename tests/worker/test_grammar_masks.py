@@ -157,6 +157,15 @@ def test_a_token_that_is_not_allowed_fails_the_grammar_for_good(wrong: int) -> N
     assert not grammar.is_complete
 
 
+def test_a_mask_that_was_given_up_allows_nothing_whenever_it_comes() -> None:
+    grammar = make_compiler().compile(outputs(choice=["the tide"])).start()
+    assert allowed(grammar)
+    late = grammar._words  # what native code, which cannot be stopped, goes on to write to
+    grammar.fail("too slow")
+    late.fill(0xFFFFFFFF)
+    assert allowed(grammar) == set()
+
+
 @pytest.mark.parametrize("cut", [0, 1, 7, 20])
 def test_a_grammar_started_behind_tokens_goes_on_as_if_nothing_had_happened(cut: int) -> None:
     compiled = make_compiler().compile(outputs(json=SCHEMAS["invoice"]))

@@ -154,10 +154,11 @@ def test_a_renewal_amid_a_resumption_sends_nothing() -> None:
 def test_a_generation_ends_before_its_job() -> None:
     job = make_held(params={"n": 2})
     held = holding(job)
+    assert held.num_generations == 2
     held.record([make_output(job.request_id, 5, choice=1, finish_reason=FinishReason.LENGTH)])
-    assert (job.ended, held.num_live) == (False, 1)
+    assert (job.ended, held.num_live, held.num_generations) == (False, 1, 1)
     held.record([make_output(job.request_id, 6, finish_reason=FinishReason.STOP, marks=MARKS)])
-    assert (job.ended, held.num_live) == (True, 0)
+    assert (job.ended, held.num_live, held.num_generations) == (True, 0, 0)
     assert [choice.ending and choice.ending.finish_reason for choice in job.choices] == ["stop", "length"]
 
 

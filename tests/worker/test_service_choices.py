@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from threading import Event
 
 import pytest
 
@@ -20,6 +22,11 @@ from tests.worker.test_metrics import value
 from tidemill.client import Client
 from tidemill.jobs import Choice, Delta, FinishReason, Job, Result, Status
 from tidemill.moves import JobState
+from tidemill.params import StructuredOutputs
+from tidemill_worker.answers import Answers
+from tidemill_worker.engine import StepOutput
+from tidemill_worker.grammar import CompiledGrammar, GrammarCompiler
+from tidemill_worker.held import HeldJob
 from tidemill_worker.token_logprobs import on_wire
 
 
@@ -73,6 +80,83 @@ async def test_all_generations_of_a_job_are_in_its_result(place: Place, client: 
         assert len({choice.token_ids for choice in result.choices}) == 3
         assert value(worker.metrics, "vllm:request_success_total", finished_reason="length") == 3
         assert value(worker.metrics, "vllm:request_params_n_sum") == 3
+
+
+async def test_a_worker_counts_generations_when_it_looks_for_more(place: Place, client: Client) -> None:
+    """Given jobs wide enough to fill it, then it leaves the rest to others, until there is room again."""
+    wide = [make_wide_job(n=8) for _ in range(3)]
+    engine = FakeEngine(paced=True)
+    async with running_worker(place, engine=engine, capacity=8) as worker:
+        await client.submit(wide[0])
+        await eventually(lambda: len(engine.seen) == 1)
+        assert (worker.service.held.num_live, worker.service.held.num_generations) == (1, 8)
+        await client.submit(wide[1])
+        await client.submit(wide[2])
+        engine.allow(19)
+        await eventually(lambda: engine._steps == 19)
+        assert (await client.depth()).waiting == 2
+        engine.free()
+        for job in wide:
+            assert_undisturbed(await result_of(client, job), job)
+
+
+async def test_a_grammar_that_takes_long_to_compile_holds_up_no_other_job(
+    place: Place, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, compile_at_once = Event(), Event(), GrammarCompiler.compile
+
+    def compile_slowly(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:
+        begun.set()
+        assert go_on.wait(20)
+        return compile_at_once(compiler, outputs)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    slow = make_job(params={"structured_outputs": {"regex": "["}})
+    async with running_worker(place):
+        try:
+            await client.submit(slow)
+            await eventually(begun.is_set)
+            for other in (make_job("Mill"), make_job('the word "structured_outputs"')):
+                await client.submit(other)
+                assert (await result_of(client, other)).status is Status.SUCCEEDED
+        finally:
+            go_on.set()
+        assert (await result_of(client, slow)).status is Status.FAILED
+
+
+async def test_an_answer_that_takes_long_to_write_holds_up_no_step(
+    place: Place, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest, with logprobs of many generations, takes a second."""
+    begun, go_on, write_at_once = Event(), Event(), Answers.generated
+
+    def write_slowly(answers: Answers, held: HeldJob, output: StepOutput) -> Result:
+        begun.set()
+        assert go_on.wait(20)
+        return write_at_once(answers, held, output)
+
+    monkeypatch.setattr(Answers, "generated", write_slowly)
+    engine, jobs = FakeEngine(), [make_wide_job(), make_wide_job()]
+    async with running_worker(place, engine=engine):
+        try:
+            await client.submit(jobs[0])
+            await eventually(begun.is_set)
+            await client.submit(jobs[1])
+            await eventually(lambda: engine._generated == 2 * 60)
+        finally:
+            go_on.set()
+        for job in jobs:
+            assert_undisturbed(await result_of(client, job), job)
+
+
+async def test_an_answer_that_cannot_be_written_stops_the_worker(
+    place: Place, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a bug, and the job's lease lapses: its attempt counts."""
+    monkeypatch.setattr(Answers, "generated", lambda *_: 1 / 0)
+    async with running_worker(place) as worker:
+        await client.submit(make_wide_job())
+        assert await asyncio.wait_for(worker.task, 20) is False
 
 
 async def test_all_generations_are_streamed(place: Place, client: Client) -> None:

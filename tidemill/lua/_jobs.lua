@@ -124,14 +124,18 @@ end
 local function settle(lane)
   if redis.call('EXISTS', K.jobs .. lane, K.returned .. lane) > 0 then return end
   if redis.call('ZCARD', K.delayed) > 0 then return end
-  discount_total(number(redis.call('HGET', K.load, lane)))
+  local missing = number(redis.call('HGET', K.load, lane))
+  if missing > 0 then discount_total(missing) end
   close_lane(lane)
 end
 
 local function discount(job)
   local lane = lane_of(job)
   discount_total(1)
-  if redis.call('HINCRBY', K.load, lane, -1) > 0 then settle(lane) else close_lane(lane) end
+  if redis.call('HINCRBY', K.load, lane, -1) > 0 then return settle(lane) end
+  redis.call('HDEL', K.load, lane)
+  -- Entries that are left stand for no job; the next claim refuses them, and closes the lane.
+  if redis.call('EXISTS', K.jobs .. lane, K.returned .. lane) == 0 then close_lane(lane) end
 end
 
 -- Stores deltas given as (first token, number of tokens, JSON) in ARGV[from..to]. An entry's id is

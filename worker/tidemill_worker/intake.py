@@ -35,7 +35,8 @@ class Intake:
     which make way for them in the engine (vllm#40004).
 
     Args:
-        capacity: jobs held at once at most, running and prepared.
+        capacity: generations held at once, running and prepared; no more jobs are claimed when there
+            are so many. A job's number of them is known once it is decoded.
         reclaim_interval: seconds between looks for jobs whose worker has gone.
         submit, abort: hand a request to the engine, and take it back.
         answer: hands over the result of a job that never reaches the engine.
@@ -70,6 +71,7 @@ class Intake:
         self._changed = changed
         self._claimed = claimed
         self._next_reclaim = 0.0
+        self._slow: asyncio.Queue[tuple[Claimed, HeldJob]] = asyncio.Queue()
         self._stopping = asyncio.Event()
         self._log = structlog.get_logger()
 
@@ -87,12 +89,19 @@ class Intake:
                 await self._until_reachable()
                 self._log.info("claims_resumed")
 
+    async def run_slow(self) -> None:
+        """Prepare, one by one until cancelled, the claimed jobs that would hold up the others."""
+        while True:
+            claimed, job = await self._slow.get()
+            if not job.ended:
+                await self._prepare_one(claimed, job)
+
     @property
     def room(self) -> int:
         """Jobs that may be claimed now; none while results pile up that cannot be recorded."""
         if self._held.num_unrecorded >= self._capacity:
             return 0
-        return max(0, self._capacity - self._held.num_live)
+        return max(0, self._capacity - self._held.num_generations)
 
     async def _until_reachable(self) -> None:
         for pause in pauses():
@@ -145,7 +154,13 @@ class Intake:
                 self._abort(superseded.request_id)
         self._claimed(held)
         for one, job in zip(claimed, held, strict=True):
-            self._hand_over(job, await asyncio.to_thread(self._admission.prepare, one, job))
+            if self._admission.takes_long(one):
+                self._slow.put_nowait((one, job))
+            else:
+                await self._prepare_one(one, job)
+
+    async def _prepare_one(self, claimed: Claimed, job: HeldJob) -> None:
+        self._hand_over(job, await asyncio.to_thread(self._admission.prepare, claimed, job))
 
     def _hand_over(self, job: HeldJob, prepared: Request | Result) -> None:
         if isinstance(prepared, Result):

@@ -3,7 +3,7 @@
     I/O loop (main thread)      engine thread           lease thread
     claim ─ prepare ─ submit ─► add, step ─► outputs
                                     │ tokens ─► held jobs ─► renew with checkpoints
-    record ◄──────── result ────────┘                      ─► cancelled, lost, overdue
+    record ◄─ result ◄─ writer ◄────┘                      ─► cancelled, lost, overdue
 
 The engine thread never waits for Redis. Stop order: claim nothing more; let run what ends within
 the grace period; stop the engine; record what is finished; hand back the rest; close.
@@ -15,6 +15,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,7 +60,7 @@ class ServiceConfig:
     worker: str
     """Name the leases are held under; unique per start of a process."""
     capacity: int
-    """Jobs in the engine or on their way to it at once."""
+    """Generations in the engine or on their way to it, from which on no more jobs are claimed."""
     lease: float
     renewal: float
     stream_interval: float
@@ -101,6 +102,8 @@ class Service:
             on_failure=self._fail,
         )
         self._log = structlog.get_logger()
+        # One with many logprobs takes a second, in which steps go on.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tidemill-writer")
         self._drain = asyncio.Event()
         self._release = asyncio.Event()
         self._failed = False
@@ -117,6 +120,7 @@ class Service:
             intake = self._intake(queue)
             claiming = self._start(intake.run(), "intake")
             others = [
+                self._start(intake.run_slow(), "compiler"),
                 self._start(self._recorder.run(), "recorder"),
                 self._start(self._publish_card(queue), "card"),
             ]
@@ -239,6 +243,7 @@ class Service:
     def _stop_threads(self) -> None:
         self.engine.stop()
         self._leases.stop()
+        self._writer.shutdown()
 
     def _start(self, part: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(part, name=name)
@@ -250,7 +255,16 @@ class Service:
         for held, output in self.held.record(outputs):
             self._observer.progressed(held, output)
             if output.finished:
-                self._answer(held, self._answers.generated(held, output))
+                self._writer.submit(self._write, held, output)
+
+    def _write(self, held: HeldJob, output: StepOutput) -> None:
+        """Writer thread: the answer of a job that the engine has finished."""
+        try:
+            self._answer(held, self._answers.generated(held, output))
+        except Exception:
+            self._log.exception("answer_failed", job=held.id)
+            self.held.forget(held.request_id)
+            self._fail()
 
     def _answer(self, held: HeldJob, result: Result) -> None:
         """Any thread: a job that has ended gets its result."""

@@ -52,7 +52,7 @@ class WorkerSettings(BaseSettings):
     )
 
     model: str = Field(default=EMBEDDED_MODEL, min_length=1)
-    """Model to serve: a folder as transformers writes it, a .gguf file, or the embedded default."""
+    """Model to serve: a folder as transformers writes it, a .gguf file, a hub id, or the embedded default."""
     served_model_name: str | None = Field(default=None, pattern=QUEUE_PATTERN)
     """Name that jobs know the model by; default: the name of the folder or file."""
     queue: str | None = Field(default=None, pattern=QUEUE_PATTERN)
@@ -80,7 +80,7 @@ class WorkerSettings(BaseSettings):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for compute; default: all cores this process may use."""
     claim_ahead: int = Field(default=8, ge=0)
-    """Jobs claimed beyond `max_num_seqs`, tokenized and ready for the next free place."""
+    """Generations claimed beyond `max_num_seqs`, tokenized and ready for the next free place."""
 
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),

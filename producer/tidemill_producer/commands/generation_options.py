@@ -66,7 +66,7 @@ Choices = Annotated[
 ]
 Grammar = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", rich_help_panel=STRUCTURE, help="Text of this grammar, in Lark's notation."),
+    typer.Option(metavar="FILE", rich_help_panel=STRUCTURE, help="Text of this grammar, Lark or EBNF."),
 ]
 Logprobs = Annotated[
     int | None,

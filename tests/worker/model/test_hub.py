@@ -58,6 +58,7 @@ def fill(cache: Path) -> Path:
         ("/models/tiny", False),
         ("./tiny", False),
         ("~/tiny", False),
+        ("models/tiny.gguf", False),
     ],
 )
 def test_an_id_is_told_from_a_path(model: str, is_id: bool) -> None:

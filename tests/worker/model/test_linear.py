@@ -46,6 +46,12 @@ def test_it_is_the_product(outputs: int, inputs: int) -> None:
     )
 
 
+def test_its_weight_can_be_asked_for_its_type_but_takes_no_memory() -> None:
+    """hunyuan_v1_moe looks there to know how to feed its router."""
+    weight = PackedLinear(torch.randn(5, 3), None).weight
+    assert (weight.dtype, weight.shape, weight.device.type) == (torch.float32, (5, 3), "meta")
+
+
 def test_no_rows_give_no_rows() -> None:
     assert PackedLinear(torch.randn(5, 3), None)(torch.empty(1, 0, 3)).shape == (1, 0, 5)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 
 from tests.worker.model.agreement import assert_agrees
 from tests.worker.model.architectures import CONTEXT, VOCABULARY, Architecture
-from tests.worker.model.factories import CPU, Bench, load, make_tiny_llama
+from tests.worker.model.factories import CPU, Bench, different, load, make_tiny_llama
 from tidemill.errors import ModelUnsupported
 from tidemill.params import SamplingParams
 from tidemill_worker.model.architecture import context_length, vocabulary_size
@@ -112,6 +113,80 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_weights_that_a_layer_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    """A bias that the configuration does not speak of, scales of packed numbers."""
+    folder = make_tiny_llama(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.bias"] = torch.ones(80)
+    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # old files have them; of no use
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=r"1 of its weights, model.layers.1.mlp.up_proj.bias first"):
+        load(folder)
+
+
+def quantize(folder: Path, method: str) -> Path:
+    """Pack the matrices of a tiny Llama's layers as 8-bit floats with a scale for each 16 by 16 of them.
+
+    Returns:
+        a folder with what they stand for in plain float32.
+    """
+    block, largest = 16, torch.finfo(torch.float8_e4m3fn).max
+    packed = load_file(folder / "model.safetensors")
+    plain = dict(packed)
+    for name in [name for name in packed if name.endswith("proj.weight")]:
+        rows, columns = packed[name].shape
+        blocks = packed[name].view(rows // block, block, columns // block, block)
+        scales = blocks.abs().amax((1, 3), keepdim=True) / largest
+        numbers = (blocks / scales).to(torch.float8_e4m3fn)
+        packed[name], packed[f"{name}_scale_inv"] = (
+            numbers.view(rows, columns),
+            scales[:, 0, :, 0].contiguous(),
+        )
+        plain[name] = (numbers.float() * scales).view(rows, columns)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "plain").mkdir()
+    (folder / "plain" / "config.json").write_text(json.dumps(config))
+    config["quantization_config"] = {"quant_method": method, "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "plain"
+
+
+def test_weights_in_8_bit_floats_are_expanded_on_cpu(tmp_path: Path) -> None:
+    plain = quantize(make_tiny_llama(tmp_path), "fp8")
+    packed, expanded = Bench(load(tmp_path)), Bench(load(plain))
+    for bench in packed, expanded:
+        bench.generate({"p": [5, 9, 100, 7]}, SamplingParams(max_tokens=4, temperature=0.0))
+    assert different(packed.runner.rows, expanded.runner.rows) == []
+
+
+def test_weights_packed_in_an_unknown_way_are_refused(tmp_path: Path) -> None:
+    """transformers would run on the packed numbers as if they were weights."""
+    quantize(make_tiny_llama(tmp_path), "modelopt")
+    with pytest.raises(ModelUnsupported, match=r"in a way that transformers does not know \(modelopt\)"):
+        load(tmp_path)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, {"full_attention": LONGROPE, "sliding_attention": {}}])
+def test_the_context_ends_where_longrope_would_turn_all_over_again(rope: dict[str, object]) -> None:
+    """A longer sequence changes the angles of its neighbours, and of keys in the cache."""
+    assert context_length(LlamaConfig(max_position_embeddings=CONTEXT)) == CONTEXT
+    config = LlamaConfig(max_position_embeddings=CONTEXT)
+    config.rope_parameters = rope
+    assert context_length(config) == 64
+
+
 def test_a_model_without_a_head_for_words_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
@@ -127,6 +202,12 @@ def test_the_context_length_is_found_under_each_of_its_names(model_type: str) ->
     assert context_length(Architecture("", model_type, overrides).config()) == CONTEXT
 
 
-def test_the_vocabulary_is_what_can_be_looked_up(tmp_path: Path) -> None:
-    model = load(make_tiny_llama(tmp_path))
-    assert vocabulary_size(model) == VOCABULARY
+@pytest.mark.parametrize(
+    "architecture",
+    [Architecture("llama", "llama"), Architecture("one more than it gives", "moshi", {"ffn_dim": 64})],
+    ids=lambda a: a.name,
+)
+def test_the_vocabulary_is_what_can_be_taken_in_and_given_out(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    assert vocabulary_size(load(architecture.make(tmp_path))) == VOCABULARY

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.worker.model.architectures import ARCHITECTURES
+from tests.worker.model.architectures import ARCHITECTURES, Architecture
 from tests.worker.model.factories import Bench, load, make_tiny_llama
 from tests.worker.model.sampling import Drawn
 from tidemill.params import SamplingParams
@@ -18,10 +17,12 @@ from tidemill_scheduler import SequenceId, StepPlan
 from tidemill_scheduler.plan import Row
 from tidemill_scheduler.sequence import BlockId
 from tidemill_worker.model import prompt_logprobs
+from tidemill_worker.model.attention import AttentionCall, PagedStep
 from tidemill_worker.model.batch import build_batch
 from tidemill_worker.model.logprobs import rank
 from tidemill_worker.model.prompt_logprobs import LOGIT_BYTES, PromptRow, body_runs_once, prompt_rows
 from tidemill_worker.model.runner import ModelRunner, StepTokens
+from tidemill_worker.model.survey import survey
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -141,12 +142,16 @@ def test_a_long_prompt_over_a_large_vocabulary_stays_within_its_memory(tmp_path:
     assert sum(sizes) == length * vocabulary  # and no row was computed twice
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+DECODER_IS_THE_HEAD = Architecture("decoder is the head", "modernbert-decoder", tied=True)
+"""What `get_decoder` finds in it is the product with the vocabulary."""
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES.values(), DECODER_IS_THE_HEAD], ids=lambda a: a.name)
 def test_the_body_runs_once_and_every_row_keeps_its_bits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given the logits of all rows from one ordinary call,
-    model = load(ARCHITECTURES[name].make(tmp_path))
+    model = load(architecture.make(tmp_path))
     runner, generation = make_runner(model), make_generation(prompt_of(24, seed=3))
     plan, named = StepPlan(0, (make_row(0, 0, 24),)), {SequenceId(0): generation}
     with torch.inference_mode():
@@ -155,7 +160,7 @@ def test_the_body_runs_once_and_every_row_keeps_its_bits(
 
     # when a step looks at them five at a time,
     monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 5 * 4 * logits.shape[1])
-    bodies = count_calls(model.get_decoder(), monkeypatch)
+    calls = count_attention(monkeypatch)
     generation.num_prompt_logprobs = 4
     step = runner.run(plan, named)
 
@@ -163,19 +168,19 @@ def test_the_body_runs_once_and_every_row_keeps_its_bits(
     expected = rank(logits, range(23), generation.prompt[1:], [4] * 23)
     assert step.prompt_logprobs[SequenceId(0)] == list(expected)
     assert (step.tokens, step.logprobs) == (undisturbed.tokens, undisturbed.logprobs)
-    assert len(bodies) == 1
+    assert len(calls) == len(survey(model))
 
 
-def count_calls(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by one entry with each time that `module` computes."""
-    calls: list[int] = []
-    forward = module.forward
+def count_attention(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
+    """A list that grows with each call of attention."""
+    calls: list[AttentionCall] = []
+    answer = PagedStep.__call__
 
-    def counted(*args: object, **keywords: object) -> object:
-        calls.append(len(calls))
-        return forward(*args, **keywords)
+    def counted(self: PagedStep, call: AttentionCall) -> torch.Tensor:
+        calls.append(call)
+        return answer(self, call)
 
-    monkeypatch.setattr(module, "forward", counted)
+    monkeypatch.setattr(PagedStep, "__call__", counted)
     return calls
 
 

@@ -103,7 +103,19 @@ def test_a_window_that_the_attention_is_not_told_of_is_refused(tmp_path: Path) -
     windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     sizes = {**ROUTED, "shared_expert_intermediate_size": 40}
     folder = Architecture("windowed", "qwen2_moe", sizes | windowed).make(tmp_path)
-    assert_matches(refusal(folder), r"layer \d has a sliding window by its configuration, but tells its")
+    assert_matches(refusal(folder), "sees 7 keys from position 85 by its mask, but 86 by what it tells its")
+
+
+def test_a_window_that_only_the_attention_is_told_of_is_refused(tmp_path: Path) -> None:
+    """olmoe passes one on that its mask knows nothing of; this one is longer than the probe's prompt."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}
+    folder = Architecture("told", "olmoe", sizes).make(tmp_path)
+    assert_matches(refusal(folder), "sees 86 keys from position 85 by its mask, but 40 by what it tells its")
+
+
+def test_a_window_of_which_a_model_makes_no_use_is_none(tmp_path: Path) -> None:
+    """It stays behind in the configuration of a model made from one with windows."""
+    load(make_tiny_llama(tmp_path, sliding_window=WINDOW))
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tidemill.errors import ModelUnsupported
 from tidemill_worker.model.attention import register_attention
 from tidemill_worker.model.falcon import register_falcon
+from tidemill_worker.model.masks import register_masks
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that keep nothing of a token but its key and value."""
@@ -23,6 +25,7 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_l
 def register_architectures() -> None:
     """Make our attention known to transformers, and to the architecture that does not ask it."""
     register_attention()
+    register_masks()
     register_falcon()
 
 
@@ -67,7 +70,16 @@ def _obstacle(config: PretrainedConfig) -> str | None:
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if foreign:
         return f"it has layers of other types than full and sliding attention ({', '.join(foreign)})"
+    method = _quantization(config)
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return f"its weights are quantized in a way that transformers does not know ({method})"
     return None
+
+
+def _quantization(config: PretrainedConfig) -> str | None:
+    """How the weights are packed. transformers takes packed numbers for weights if it knows no better."""
+    stored = getattr(config, "quantization_config", None)
+    return stored.get("quant_method") if isinstance(stored, Mapping) else None
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -80,11 +92,25 @@ def context_length(config: PretrainedConfig) -> int:
     for name in CONTEXT_LENGTHS:
         length = getattr(text, name, None)
         if isinstance(length, int) and length > 0:
-            return length
+            return min([length, *_longrope_switches(text)])
     raise ModelUnsupported(f"model: architecture {config.model_type!r} states no context length")
 
 
+def _longrope_switches(text: PretrainedConfig) -> Iterator[int]:
+    """Lengths up to which all sequences are rotated alike.
+
+    Past it, LongRoPE turns a sequence by other angles from its first token on. transformers does so
+    to a whole batch as soon as one position is past it, and what is cached was turned by the old ones.
+    """
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [each for each in parameters.values() if isinstance(each, Mapping)]  # one per type of layer
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") == "longrope":
+            yield rope["original_max_position_embeddings"]
+
+
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens the model can take in, those included that its tokenizer never makes."""
+    """How many tokens the model can take in and give out, those included that its tokenizer never makes."""
     embeddings: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    return embeddings.shape[0]
+    size = embeddings.shape[0]
+    return min(size, getattr(model.get_output_embeddings(), "out_features", size))

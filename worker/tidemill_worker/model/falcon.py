@@ -33,7 +33,7 @@ class PagedFalconAttention(FalconAttention):
         **kwargs: Any,
     ) -> Any:
         """Map `[1, num_tokens, hidden_size]` to itself; the arguments are those of the class above."""
-        if self.config._attn_implementation != IMPLEMENTATION:
+        if self.config._attn_implementation == "eager":
             return super().forward(
                 hidden_states, alibi, attention_mask, position_embeddings=position_embeddings, **kwargs
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from tidemill.errors import ModelUnsupported
@@ -27,8 +27,11 @@ FILES = (
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` reads like `organization/name`."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) is not None
+    """Whether `model` reads like `organization/name`, and not like a file."""
+    return (
+        not model.endswith(".gguf")
+        and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) is not None
+    )
 
 
 def download(model: str) -> Path:
@@ -44,6 +47,11 @@ def download(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
     except Exception as error:  # also those of the HTTP client below, which have no common base with OSError
         raise ModelUnsupported(f"model: {model!r} is no folder here, and {_reason(error)}") from error
+
+
+def is_cached(model: str) -> bool:
+    """Whether the client's cache holds at least the configuration of `model`; nothing is fetched."""
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
 def _reason(error: Exception) -> str:

@@ -31,6 +31,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), REORDER_ROWS)
         self._bias = bias.detach() if bias is not None else None
+        self.weight = weight.detach().to("meta")
+        """Of the right shape and type, for models that ask after them; the numbers are packed away."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,22 @@ def _load_weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype) ->
         raise ModelUnsupported(
             f"model: {folder} cannot be loaded: {len(missing)} of its weights are missing, {missing[0]} first"
         )
+    if unused := _unused(model, info["unexpected_keys"]):  # transformers would do without them
+        raise ModelUnsupported(
+            f"model: {folder} cannot be loaded: {len(unused)} of its weights, {unused[0]} first, belong to"
+            " a layer of the model that has no place for them"
+        )
     return model
+
+
+def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Those of the weights that no one expected that stand beside weights in use: biases, scales.
+
+    What belongs to whole layers that the model does not have (vision, tables of angles) is not needed.
+    """
+    in_use = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    owners = ((weight, weight.rpartition(".")[0]) for weight in sorted(unexpected))
+    return [weight for weight, owner in owners if {owner, f"{model.base_model_prefix}.{owner}"} & in_use]
 
 
 @contextmanager

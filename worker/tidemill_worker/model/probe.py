@@ -7,9 +7,8 @@ attention, or mixes neighbours, goes wrong there, and is refused instead of bein
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -22,6 +21,8 @@ from tidemill_scheduler.sequence import BlockId, SequenceId
 from tidemill_worker.model.architecture import vocabulary_size
 from tidemill_worker.model.batch import Generations, PagedBatch, build_batch
 from tidemill_worker.model.kv_cache import KVCacheSpec
+from tidemill_worker.model.masks import attention_implementation
+from tidemill_worker.model.prompt_logprobs import body_runs_once
 from tidemill_worker.model.survey import survey
 
 BLOCK_SIZE = 8
@@ -86,17 +87,21 @@ class Trial:
         self._prompts = {SUBJECT: _prompt(model, 1), NEIGHBOUR: _prompt(model, 2)}
         spec = KVCacheSpec.for_layers(survey(model), block_size=BLOCK_SIZE, dtype=model.dtype)
         self._kv_cache = spec.allocate(2 * self._num_blocks, model.device)
+        self._ends = torch.tensor(CHUNKS, device=model.device).cumsum(0) - 1
 
     def eager(self) -> torch.Tensor:
         """As transformers does it, at the end of each chunk."""
-        ends = torch.tensor(CHUNKS, device=self._model.device).cumsum(0) - 1
         tokens = torch.tensor([self._prompts[SUBJECT].token_ids], device=self._model.device)
-        with torch.inference_mode(), _eager_attention(self._model):
-            logits = self._model(input_ids=tokens, use_cache=False, logits_to_keep=ends).logits
+        with torch.inference_mode(), attention_implementation(self._model, "eager"):
+            logits = self._model(input_ids=tokens, use_cache=False, logits_to_keep=self._ends).logits
         return cast(torch.Tensor, logits)[0].float()
 
     def whole(self) -> torch.Tensor:
-        return self._run(self._row(SUBJECT, 0, PROMPT_TOKENS))
+        """The head runs twice over what the body computes once, as for the logprobs of a prompt."""
+        batch = self._batch(self._row(SUBJECT, 0, PROMPT_TOKENS))
+        with torch.inference_mode(), body_runs_once(self._model):
+            _logits(self._model, replace(batch, sampled_rows=self._ends[:1]))
+            return _logits(self._model, replace(batch, sampled_rows=self._ends))
 
     def chunked(self) -> torch.Tensor:
         logits, start = [], 0
@@ -116,10 +121,12 @@ class Trial:
         return Row(sequence, start, count, (table,), sample=sequence == SUBJECT)
 
     def _run(self, *rows: Row) -> torch.Tensor:
-        generations = cast(Generations, self._prompts)
-        batch = build_batch(StepPlan(step_id=0, rows=rows), generations, self._kv_cache)
         with torch.inference_mode():
-            return _logits(self._model, batch)
+            return _logits(self._model, self._batch(*rows))
+
+    def _batch(self, *rows: Row) -> PagedBatch:
+        generations = cast(Generations, self._prompts)
+        return build_batch(StepPlan(step_id=0, rows=rows), generations, self._kv_cache)
 
 
 def _logits(model: PreTrainedModel, batch: PagedBatch) -> torch.Tensor:
@@ -137,13 +144,3 @@ def _prompt(model: PreTrainedModel, stride: int) -> Prompt:
     """Tokens from all over the vocabulary, no two alike if it is large enough."""
     size = vocabulary_size(model)
     return Prompt([(7919 * stride * (index + 1)) % size for index in range(PROMPT_TOKENS)], SamplingParams())
-
-
-@contextmanager
-def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before

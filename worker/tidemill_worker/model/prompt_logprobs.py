@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import Module
 from transformers import PreTrainedModel
 
+from tidemill.errors import ModelUnsupported
 from tidemill_scheduler.plan import StepPlan
 from tidemill_scheduler.sequence import SequenceId
 from tidemill_worker.model.batch import Generations
@@ -81,7 +83,7 @@ def rank_prompt(
 @contextmanager
 def body_runs_once(model: PreTrainedModel) -> Iterator[None]:
     """Within, the first forward call of `model` runs its body, and all others are given its output."""
-    body = model.get_decoder()
+    body = _body(model)
     forward = body.forward
     outputs: list[Any] = []
 
@@ -95,3 +97,17 @@ def body_runs_once(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         body.forward = forward
+
+
+def _body(model: PreTrainedModel) -> Module:
+    """All of `model` but its head.
+
+    Raises:
+        ModelUnsupported: if it is not a module of its own.
+    """
+    decoder: Module = model.get_decoder()
+    if decoder is model.get_output_embeddings():  # modernbert-decoder calls it that
+        decoder = model.base_model
+    if decoder is model:
+        raise ModelUnsupported(f"model: {type(model).__name__} has no body apart from its head")
+    return decoder

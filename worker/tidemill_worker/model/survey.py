@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tidemill.errors import ModelUnsupported
 from tidemill_worker.model.architecture import context_length
 from tidemill_worker.model.attention import AttentionCall, attending
+from tidemill_worker.model.masks import masks_with_rules, rule_of, visible
 
 NUM_TOKENS = 3
-SLIDING = "sliding_attention"
 HONOURED = frozenset({"sliding_window", "softcap", "s_aux"})
 """Keywords of an attention call that `attention.PagedStep` acts on."""
 WITHOUT_EFFECT = frozenset(
@@ -66,13 +67,14 @@ def survey(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     """
     answers = Survey()
     tokens = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
-    with torch.inference_mode(), attending(answers):
+    with torch.inference_mode(), attending(answers), masks_with_rules(model):
         model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=1)
     for call in answers.calls:
         _check_call(call)
     config = model.config.get_text_config(decoder=True)
     _check_coverage(config, answers.calls)
-    _check_windows(config, answers.calls)
+    for index, call in _distinct(answers.calls):
+        _check_mask(call, index * config.num_hidden_layers // len(answers.calls), context_length(config))
     layers = tuple(map(_layer, answers.calls))
     if len({layer.num_kv_heads for layer in layers}) > 1:
         raise ModelUnsupported("model: its layers differ in the number of their KV heads")
@@ -95,8 +97,8 @@ def _layer(call: AttentionCall) -> AttentionLayer:
 def _check_call(call: AttentionCall) -> None:
     """Refuse whatever a call says that `attention.PagedStep` would not do."""
     name = type(call.module).__name__
-    if call.attention_mask is not None:
-        raise ModelUnsupported(f"model: {name} brings an attention mask of its own")
+    if rule_of(call.attention_mask) is None:
+        raise ModelUnsupported(f"model: {name} brings an attention mask of its own, or none")
     if _says_no(call.keywords.get("is_causal")) or _says_no(getattr(call.module, "is_causal", None)):
         raise ModelUnsupported(f"model: {name} also looks at the tokens that follow (it is not causal)")
     unknown = [
@@ -120,27 +122,35 @@ def _check_coverage(config: PretrainedConfig, calls: list[AttentionCall]) -> Non
         )
 
 
-def _check_windows(config: PretrainedConfig, calls: list[AttentionCall]) -> None:
-    """Refuse a model that has its windows in its masks (we use none) and tells its attention otherwise.
+def _check_mask(call: AttentionCall, layer: int, context: int) -> None:
+    """Refuse a layer whose mask, which we do without, hides other keys than those it tells us to leave out.
 
-    A window as long as the context hides nothing, and is none.
+    Raises:
+        ModelUnsupported: with a position, anywhere in the context, from where they differ.
     """
-    context = context_length(config)
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    windowed = _hides(window, context)
-    for index, call in enumerate(calls):
-        layer = index * config.num_hidden_layers // len(calls)
-        masked = windowed if types is None else types[layer] == SLIDING and (window is None or windowed)
-        if masked != _hides(call.window, context):
+    rule = rule_of(call.attention_mask)
+    assert rule is not None
+    for position in sorted({context // 3, context // 2, context - 1}):
+        keys = torch.arange(context, device=call.query.device)
+        told = keys <= position
+        if call.window is not None:
+            told &= keys > position - call.window
+        masked = visible(rule, position, keys)
+        if not torch.equal(masked, told):
             raise ModelUnsupported(
-                f"model: layer {layer} has {'a' if masked else 'no'} sliding window by its configuration,"
-                " but tells its attention otherwise"
+                f"model: layer {layer} sees {int(masked.sum())} keys from position {position} by its mask,"
+                f" but {int(told.sum())} by what it tells its attention"
             )
 
 
-def _hides(window: int | None, context: int) -> bool:
-    return window is not None and window < context
+def _distinct(calls: list[AttentionCall]) -> Iterator[tuple[int, AttentionCall]]:
+    """The first call, with its index, of each combination of a mask and a window."""
+    seen = set()
+    for index, call in enumerate(calls):
+        key = (id(rule_of(call.attention_mask)), call.window)
+        if key not in seen:
+            seen.add(key)
+            yield index, call
 
 
 def _same_tokens(call: AttentionCall) -> bool:
