@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from measure import Series, print_series, report, timed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from workload import Piece, make_workload
+from workload import FLAGS, Piece, make_workload
 
 from tidemill import Job, SamplingParams
 from tidemill.client import Client
@@ -30,14 +30,6 @@ from tidemill_worker.model.checkpoint import locate_embedded
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.settings import WorkerSettings, load_settings
 
-FLAGS = {
-    "device": "cpu",
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "kv_cache_memory": 2.0,
-    "enable_prefix_caching": False,  # every round brings the same prompts
-    "metrics_port": 0,
-}
 ROUNDS = 1
 """Each contender runs twice a round; one of static batching takes minutes."""
 

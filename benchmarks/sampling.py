@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
-from workload import make_workload
+from workload import FLAGS, make_workload
 
 from tidemill import SamplingParams
 from tidemill_worker.app import ServedModel, build_model
@@ -34,14 +34,6 @@ from tidemill_worker.model.sampler import Sampler
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.settings import load_settings
 
-FLAGS = {
-    "device": "cpu",
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "kv_cache_memory": 2.0,
-    "enable_prefix_caching": False,
-    "metrics_port": 0,
-}
 ROWS = 64
 PROMPT_TOKENS = 300
 OUTPUT_TOKENS = 60

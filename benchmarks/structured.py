@@ -19,6 +19,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from measure import Run, Series, print_series, report, timed
+from workload import FLAGS
 
 from tidemill import Job, SamplingParams
 from tidemill.jobs import FinishReason
@@ -27,14 +28,6 @@ from tidemill_worker.grammar import CompiledGrammar
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.settings import load_settings
 
-FLAGS = {
-    "device": "cpu",
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "kv_cache_memory": 2.0,
-    "enable_prefix_caching": False,  # every round brings the same prompts
-    "metrics_port": 0,
-}
 MAX_TOKENS = 384
 
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}

@@ -1,4 +1,4 @@
-"""The heavy-tailed workload that the benchmarks share: real English, lengths as people send them."""
+"""What the benchmarks share: the engine's settings, and a heavy-tailed workload of real English."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import Protocol
 
+FLAGS = {
+    "device": "cpu",
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory": 2.0,
+    "enable_prefix_caching": False,  # every round brings the same prompts
+    "metrics_port": 0,
+}
 PROMPT_TOKENS = (32, 768)
 OUTPUT_TOKENS = (8, 256)
 

@@ -35,7 +35,7 @@ def _tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(x < 0, -result, result)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _sequence_of(
     query_starts_ptr: tl.tensor, num_sequences: tl.tensor, tile: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
@@ -50,7 +50,7 @@ def _sequence_of(
     return sequence
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _places(
     start: tl.tensor,
     num_rows: tl.tensor,
@@ -67,7 +67,7 @@ def _places(
     return places, (in_tile & (row < num_rows))[:, None] & (d < HEAD_DIM)[None, :]
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
     do_not_specialize=["scale", "softcap", "window", "num_sequences", "max_blocks", "num_layers", "layer"]
 )
 def attention_kernel(  # noqa: PLR0915 - Triton inlines all; halves would pass twenty values on

@@ -23,19 +23,19 @@ WORD = 0xFFFFFFFF
 
 
 @njit
-def search(logits, count, seed, choice, index, words, reaches):  # type: ignore[no-untyped-def]
+def search(logits, count, seed, choice, index, words, reaches):  # type: ignore[no-untyped-def]  # compiled: numba infers them
     floats = pointer(logits, np.float32)
     room = pointer(words, np.uint32), pointer(reaches, np.float32)
     return gumbel_argmax(floats, count, np.uint64(seed), choice, index, room[0], room[1])
 
 
 @njit
-def words_of(first_block, index, choice, seed, words):  # type: ignore[no-untyped-def]
+def words_of(first_block, index, choice, seed, words):  # type: ignore[no-untyped-def]  # compiled: numba infers them
     fill_words(first_block, index, choice, np.uint64(seed), pointer(words, np.uint32))
 
 
 @njit
-def bound_of(word):  # type: ignore[no-untyped-def]
+def bound_of(word):  # type: ignore[no-untyped-def]  # compiled: numba infers them
     return gumbel_bound(np.uint32(word))
 
 

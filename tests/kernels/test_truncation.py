@@ -16,7 +16,7 @@ Logits = NDArray[np.float32]
 
 
 @njit
-def keep(kind, x, count, peak, value, room):  # type: ignore[no-untyped-def]
+def keep(kind, x, count, peak, value, room):  # type: ignore[no-untyped-def]  # compiled: numba infers them
     logits, held = pointer(x, np.float32), pointer(room, np.float32)
     masses, digits = pointer(room + 8 * count, np.int64), pointer(room + 16 * count, np.int64)
     if kind == 0:

@@ -165,7 +165,7 @@ async def test_a_renewal_of_much_text_is_sent_in_parts(queue: Queue, monkeypatch
 
     async def watch(move: object, calls: list[list[object]]) -> object:
         sizes.extend(len(call) for call in calls)
-        return await send(move, calls)  # type: ignore[arg-type]
+        return await send(move, calls)  # type: ignore[arg-type]  # a wrapped method
 
     monkeypatch.setattr(queue._link, "run", watch)
     monkeypatch.setattr(wire, "RENEWED_BYTES_PER_CALL", 200)

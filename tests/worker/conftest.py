@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tidemill.servers import Server, running, valkey_binary
 from tests.worker.factories import Place
+from tidemill.client import Client
 from tidemill_worker.tokenizer import Tokenizer
 
 
@@ -24,6 +25,12 @@ def valkey() -> Iterator[Server]:
 def place(valkey: Server) -> Place:
     """A queue of this test's own, on a real server."""
     return Place(valkey.url, f"tiny-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+async def client(place: Place) -> AsyncIterator[Client]:
+    async with place.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 
 import pytest
 from structlog.testing import capture_logs
@@ -30,12 +29,6 @@ from tidemill.keys import JobField, QueueKeys
 from tidemill.moves import CancelOutcome, JobState
 from tidemill_worker.app import HealthProbe
 from tidemill_worker.endpoint import Health
-
-
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[Client]:
-    async with place.client() as client:
-        yield client
 
 
 async def result_of(client: Client, job: Job | JobId) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from threading import Event
 
 import pytest
@@ -28,12 +27,6 @@ from tidemill_worker.engine import StepOutput
 from tidemill_worker.grammar import CompiledGrammar, GrammarCompiler
 from tidemill_worker.held import HeldJob
 from tidemill_worker.token_logprobs import on_wire
-
-
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[Client]:
-    async with place.client() as client:
-        yield client
 
 
 def make_wide_job(*, stream: bool = False, **params: object) -> Job:

@@ -178,11 +178,11 @@ def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch
 
 def rehearse(engine: Engine, tokenizer: Tokenizer) -> None:
     """Generate a little, so that what compiles or allocates at its first use does so before a job."""
-    params = SamplingParams(n=2, max_tokens=2, top_p=0.9, min_p=0.1, presence_penalty=1.0, logprobs=1)
-    for number, changed in enumerate(({}, {"prompt_logprobs": 1})):
-        asked = params.model_copy(update=changed)
-        choices = [OpenChoice(index, tokenizer.output_text(asked)) for index in range(asked.n)]
-        engine.add(Request(f"rehearsal-{number}", [0, 0, 0], asked, 0, choices))
+    params = SamplingParams(
+        n=2, max_tokens=2, top_p=0.9, min_p=0.1, presence_penalty=1.0, logprobs=1, prompt_logprobs=1
+    )
+    choices = [OpenChoice(index, tokenizer.output_text(params)) for index in range(params.n)]
+    engine.add(Request("rehearsal", [0, 0, 0], params, 0, choices))
     while engine.has_unfinished:
         engine.step()
 

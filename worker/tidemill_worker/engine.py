@@ -17,7 +17,7 @@ from tidemill.params import SamplingParams
 from tidemill_scheduler import NeverFits, Scheduler, SequenceId, StepPlan
 from tidemill_scheduler import Sequence as ScheduledSequence
 from tidemill_worker.generation import Generation, Marks, OpenRequest, RankedToken
-from tidemill_worker.request import Ending, OpenChoice, Request, ending_after
+from tidemill_worker.request import Ending, OpenChoice, Request, ending_after, ignores_end_of_text
 
 
 class StepTokens(Protocol):
@@ -190,7 +190,7 @@ class Engine:
         owner.generations[sequence.id] = self._generations[sequence.id] = generation
 
     def _end_tokens(self, params: SamplingParams, choice: OpenChoice | None) -> frozenset[int]:
-        goes_on = params.ignore_eos and not (choice and choice.grammar)
+        goes_on = ignores_end_of_text(params, choice.grammar if choice else None)
         return frozenset(params.stop_token_ids).union(() if goes_on else self.end_of_text)
 
     def _mark_scheduled(self, plan: StepPlan) -> None:

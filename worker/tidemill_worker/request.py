@@ -86,6 +86,11 @@ class Ending:
     stop_reason: str | int | None = None
 
 
+def ignores_end_of_text(params: SamplingParams, grammar: Grammar | None) -> bool:
+    """Whether the model's end of text is a token like any other; a grammar's end always ends it."""
+    return params.ignore_eos and grammar is None
+
+
 def ending_after(
     token: int,
     num_output_tokens: int,
@@ -98,7 +103,7 @@ def ending_after(
     A token that ends the generation by itself leaves no text, unless `include_stop_str_in_output`;
     all others go to the choice's `output_text` and `grammar`.
     """
-    is_end = token in end_of_text and not (params.ignore_eos and choice.grammar is None)
+    is_end = token in end_of_text and not ignores_end_of_text(params, choice.grammar)
     if is_end or token in params.stop_token_ids:
         if params.include_stop_str_in_output:
             choice.output_text.append(token)

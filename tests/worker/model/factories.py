@@ -82,7 +82,7 @@ class RecordingRunner(ModelRunner):
         for sequence, row in zip(batch.sampled, logits, strict=True):
             generation = self._generations[sequence]
             index = len(generation.token_ids) - generation.num_prompt_tokens
-            self.rows[generation.owner.request.id, index] = row.clone()  # type: ignore[attr-defined]
+            self.rows[generation.owner.request.id, index] = row.clone()  # type: ignore[attr-defined]  # the engine's own
         return logits
 
 

@@ -111,6 +111,6 @@ def _longrope_switches(text: PretrainedConfig) -> Iterator[int]:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many tokens the model can take in and give out, those included that its tokenizer never makes."""
-    embeddings: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    embeddings: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # a Module attribute
     size = embeddings.shape[0]
     return min(size, getattr(model.get_output_embeddings(), "out_features", size))
