@@ -4,6 +4,7 @@ Standard library only: no tensors, no clock, no randomness.
 """
 
 from tidemill_scheduler.config import SchedulerConfig
+from tidemill_scheduler.costs import PreemptionMode, RestoreCosts
 from tidemill_scheduler.errors import DuplicateSequence, IntegrityError, NeverFits, SchedulerError
 from tidemill_scheduler.plan import BlockCopy, Row, StepPlan
 from tidemill_scheduler.scheduler import Scheduler
@@ -15,6 +16,8 @@ __all__ = [
     "DuplicateSequence",
     "IntegrityError",
     "NeverFits",
+    "PreemptionMode",
+    "RestoreCosts",
     "Row",
     "Scheduler",
     "SchedulerConfig",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 
 from tidemill_scheduler.errors import IntegrityError
@@ -45,8 +45,10 @@ def extend_chain(
 class BlockPool:
     """Reference counts, the hash index and the free lists of all blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[BlockId, BlockHash], None] | None = None) -> None:
+        """`on_evict` is told of each cached block that is given away, and of the hash it was known by."""
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
@@ -77,27 +79,25 @@ class BlockPool:
     def _take(self) -> BlockId:
         if self._blank:
             block = self._blank.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
+            self._ref_counts[block] = 1
+            return block
+        block, _ = self._cached.popitem(last=False)
         self._ref_counts[block] = 1
+        self._evict(block)
         return block
 
-    def _forget(self, block: BlockId) -> None:
+    def _evict(self, block: BlockId) -> None:
         known = self._hashes[block]
-        if known is not None:
-            del self._by_hash[known]
-            self._hashes[block] = None
+        if known is None:
+            raise IntegrityError(f"block {block} is cached and has no hash")
+        del self._by_hash[known]
+        self._hashes[block] = None
+        if self._on_evict is not None:
+            self._on_evict(block, known)
 
-    def match(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """The blocks that hold the longest known beginning of this chain."""
-        blocks: list[BlockId] = []
-        for wanted in hashes:
-            block = self._by_hash.get(wanted)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block that holds this content."""
+        return self._by_hash.get(block_hash)
 
     def count_free(self, blocks: Iterable[BlockId]) -> int:
         """How many of these matched blocks are counted in `num_free`."""

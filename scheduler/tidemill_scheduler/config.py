@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from tidemill_scheduler.costs import PreemptionMode
+from tidemill_scheduler.errors import NeverFits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -35,12 +38,21 @@ class SchedulerConfig:
     """A waiting sequence gains one level of priority each time this many steps pass."""
     max_overtakes: int = 64
     """Sequences that may be admitted past one that is blocked for memory, before all wait for it."""
+    num_swap_blocks: int = 0
+    """Blocks of swap space in CPU memory: a second tier behind the KV memory."""
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    """Whether preempted sequences are swapped out or computed again."""
+    watermark: float = 0.01
+    """Share of the KV memory that admitting leaves free, so that those who run can grow."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{item.name} is {value}, must be at least 1")
+            least = 0 if item.name == "num_swap_blocks" else 1
+            if item.type == "int" and value < least:
+                raise ValueError(f"{item.name} is {value}, must be at least {least}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark is {self.watermark}, must be at least 0 and below 1")
         least, why = self._least_batched_tokens()
         if self.max_num_batched_tokens < least:
             raise ValueError(
@@ -55,6 +67,17 @@ class SchedulerConfig:
             "without chunked prefill a whole prompt is computed beside the decodes"
             " (max_model_len + max_num_seqs)",
         )
+
+    def refuse_what_never_fits(self, max_total_tokens: int) -> None:
+        """Check the tokens, prompt and generated, of a sequence.
+
+        Raises:
+            NeverFits: naming the limit that it exceeds.
+        """
+        limits = {"max_model_len": self.max_model_len, "kv_cache_tokens": self.kv_cache_tokens}
+        for field, limit in limits.items():
+            if max_total_tokens > limit:
+                raise NeverFits(field, needed=max_total_tokens, limit=limit)
 
     @property
     def kv_cache_tokens(self) -> int:

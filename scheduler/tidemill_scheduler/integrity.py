@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from tidemill_scheduler.block_pool import BlockPool
 from tidemill_scheduler.errors import IntegrityError
-from tidemill_scheduler.plan import Flight, StepPlan
+from tidemill_scheduler.flights import Flight
+from tidemill_scheduler.plan import StepPlan
 from tidemill_scheduler.sequence import BlockId, Sequence, SequenceState
 
 
@@ -65,7 +66,7 @@ def check_flights(flights: Iterable[Flight], pool: BlockPool, block_size: int) -
     """No block is written for two sequences, and none that a plan in flight names is free.
 
     A block that is copied from is written, if at all, for a sequence of the same prompt, and not
-    copied over in the same plan.
+    copied over in the same plan. What is swapped in is complete: no row writes it.
 
     Raises:
         IntegrityError: naming the block.
@@ -82,6 +83,7 @@ def check_flights(flights: Iterable[Flight], pool: BlockPool, block_size: int) -
                 raise IntegrityError(f"block {block} is written for two sequences")
     for flight in flights:
         _check_copies(flight, writers)
+        _check_swaps(flight.plan, writers)
 
 
 def _check_copies(flight: Flight, writers: Mapping[BlockId, Sequence]) -> None:
@@ -94,11 +96,24 @@ def _check_copies(flight: Flight, writers: Mapping[BlockId, Sequence]) -> None:
             raise IntegrityError(f"block {copy.source}, copied for sequence {fork.id}, gets another text")
 
 
+def _check_swaps(plan: StepPlan, writers: Mapping[BlockId, Sequence]) -> None:
+    for direction, copies in (("out", plan.swap_out), ("in", plan.swap_in)):
+        if len({copy.target for copy in copies}) < len(copies):
+            raise IntegrityError(f"step {plan.step_id} swaps {direction} to one block twice")
+    for copy in plan.swap_in:
+        if copy.target in writers:
+            raise IntegrityError(f"block {copy.target} is swapped in, and written by step {plan.step_id}")
+
+
 def _named(plan: StepPlan) -> Iterator[BlockId]:
     for row in plan.rows:
         yield from row.block_tables[0]
     for copy in plan.block_copies:
         yield from (copy.source, copy.target)
+    for copy in plan.swap_out:
+        yield copy.source
+    for copy in plan.swap_in:
+        yield copy.target
 
 
 def _written(flight: Flight, block_size: int) -> Iterator[tuple[Sequence, BlockId]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill_scheduler.sequence import BlockId, Sequence, SequenceId
+from tidemill_scheduler.sequence import BlockId, SequenceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,3 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Whether there is nothing to execute."""
         return not (self.rows or self.swap_out or self.swap_in or self.block_copies)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A plan that has not returned yet, the sequence of each of its rows and of each block copy."""
-
-    plan: StepPlan
-    sequences: tuple[Sequence, ...]
-    forks: tuple[Sequence, ...] = ()

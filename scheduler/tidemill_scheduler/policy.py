@@ -3,30 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from tidemill_scheduler.sequence import Rank, Sequence
+from tidemill_scheduler.costs import RestoreCosts
+from tidemill_scheduler.sequence import PrefixPlace, Rank, Sequence
+
+RELIEF_FACTOR = 4
+"""How much more has to be free after a preemption than admitting leaves free."""
 
 
-def rank(sequence: Sequence, *, step: int, ageing_steps: int) -> Rank:
+def rank(sequence: Sequence, place: PrefixPlace, *, step: int, ageing_steps: int) -> Rank:
     """Place in the order of service of a sequence that arrives at `step`.
 
-    Each level of priority is worth `ageing_steps` of waiting. Since all age alike, two sequences
-    never change places, and the order needs no upkeep: whoever waits is overtaken by finitely many.
+    Time is cut into spans of half of `ageing_steps`, and a level of priority is worth two of them: whoever
+    is lower in priority lets those pass that arrive within `ageing_steps` after it, and none that
+    arrive half of that later still. Within a span, priority counts first, then the earliest deadline, then
+    being next to those that begin alike. Since all age alike, two sequences never change places, and
+    the order needs no upkeep: whoever waits is overtaken by finitely many.
     """
+    span = step // max(1, ageing_steps // 2) + 2 * sequence.priority
     deadline = math.inf if sequence.deadline is None else sequence.deadline
-    return (step + sequence.priority * ageing_steps, deadline, sequence.arrival)
+    return (span, sequence.priority, deadline, place)
 
 
-def choose_victim(candidates: Iterable[Sequence]) -> Sequence:
+def restore_seconds(*, num_tokens: int, num_blocks: int, block_size: int, costs: RestoreCosts) -> float:
+    """What a preemption costs: copying full blocks both ways, and computing the other tokens again."""
+    recomputed = num_tokens - num_blocks * block_size
+    return 2 * num_blocks * costs.seconds_per_block + recomputed * costs.seconds_per_token
+
+
+def prefers_swap(*, num_tokens: int, num_out: int, num_in: int, costs: RestoreCosts) -> bool:
+    """Whether copying blocks costs less than computing their tokens again.
+
+    Args:
+        num_tokens: tokens that would have to be computed.
+        num_out: blocks to copy to the swap space; those that are there already are not.
+        num_in: blocks to copy back.
+        costs: of both.
+    """
+    return (num_out + num_in) * costs.seconds_per_block < num_tokens * costs.seconds_per_token
+
+
+def choose_victim(candidates: Iterable[Sequence], cost: Callable[[Sequence], float]) -> Sequence:
     """The one to preempt: lowest in priority, then cheapest to restore, then the last in the order.
 
-    Taking the sequence with the fewest computed tokens rather than the latest saves 40 to 59 % of the
-    recomputation (measured in vllm#54644).
+    Without swapping the cheapest is the one with the fewest computed tokens, which saves 40 to 59 %
+    of the recomputation against taking the latest (measured in vllm#54644).
     """
-    return max(
-        candidates, key=lambda candidate: (candidate.priority, -candidate.num_computed_tokens, candidate.rank)
-    )
+    return max(candidates, key=lambda candidate: (candidate.priority, -cost(candidate), candidate.rank))
+
+
+def admission_reserve(*, num_blocks: int, watermark: float) -> int:
+    """Blocks that admitting has to leave free, so that those who run can grow for a while."""
+    return int(num_blocks * watermark)
+
+
+def relief_mark(*, num_blocks: int, watermark: float) -> int:
+    """Free blocks from which on newcomers are admitted again after a preemption.
+
+    It lies above what admitting leaves free. With one mark for both, whoever is admitted would be the
+    next to be preempted, or would drive out others, and the two would chase each other.
+    """
+    return int(num_blocks * watermark * RELIEF_FACTOR)
 
 
 def may_displace(waiting: Sequence, running: Sequence) -> bool:

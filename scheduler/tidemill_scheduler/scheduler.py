@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Mapping
-from operator import attrgetter
 
 from tidemill_scheduler import policy
-from tidemill_scheduler.block_pool import BlockPool, private_root, shared_root
+from tidemill_scheduler.block_pool import private_root, shared_root
 from tidemill_scheduler.config import SchedulerConfig
-from tidemill_scheduler.copies import PlannedCopies
-from tidemill_scheduler.errors import DuplicateSequence, IntegrityError, NeverFits
+from tidemill_scheduler.costs import RestoreCosts
+from tidemill_scheduler.errors import DuplicateSequence, IntegrityError
+from tidemill_scheduler.flights import Flight, Flights
 from tidemill_scheduler.integrity import check_flights, check_sequences, check_shared_blocks
-from tidemill_scheduler.plan import Flight, Row, StepPlan
-from tidemill_scheduler.prefix import Prefix, find_prefix, register
-from tidemill_scheduler.sequence import BlockHash, BlockId, Sequence, SequenceId, SequenceState
+from tidemill_scheduler.memory import KVMemory
+from tidemill_scheduler.plan import Row, StepPlan
+from tidemill_scheduler.prefix import Prefix
+from tidemill_scheduler.prefix_order import PrefixOrder
+from tidemill_scheduler.running import RunningSequences
+from tidemill_scheduler.sequence import BlockHash, PrefixPlace, Sequence, SequenceId, SequenceState
+from tidemill_scheduler.underway import Underway
 from tidemill_scheduler.waiting import WaitingQueue
 
 _ADMISSION_WINDOW = 16
-"""Blocked sequences that one step looks past for one that fits."""
-
-_by_rank = attrgetter("rank")
+"""Sequences that cannot be admitted now which one step looks past for one that can."""
 
 
 class Scheduler:
@@ -39,6 +39,8 @@ class Scheduler:
         self.config = config
         self.num_preemptions = 0
         """Preemptions so far; like the other counters it only rises."""
+        self.num_swap_preemptions = 0
+        """Those of them whose blocks were kept for the swap space; the rest is computed again."""
         self.num_recomputed_tokens = 0
         """Tokens computed once more because a preemption lost them."""
         self.num_prefix_query_tokens = 0
@@ -46,13 +48,16 @@ class Scheduler:
         those that fork nor those that compute their prompt ask."""
         self.num_prefix_hit_tokens = 0
         """Those of them that were found."""
-        self._pool = BlockPool(config.num_blocks)
+        self.num_swap_hit_tokens = 0
+        """Those of these that were found in the swap space."""
+        self._memory = KVMemory(config)
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._running: list[Sequence] = []  # in the order of service
+        self._running = RunningSequences()
         self._waiting = WaitingQueue()
-        self._flights: deque[Flight] = deque()
-        self._copies = PlannedCopies(self._pool)
-        self._next_step = 0
+        self._order = PrefixOrder(config.block_size)
+        self._underway = Underway(config.block_size)
+        self._flights = Flights()
+        self._is_pressed = False  # preempted since there was room to spare
         self._num_arrivals = 0
 
     @property
@@ -73,7 +78,32 @@ class Scheduler:
     @property
     def kv_usage(self) -> float:
         """Share of the KV memory, 0 to 1, that could not be given to another sequence now."""
-        return 1.0 - self._pool.num_free / self._pool.num_blocks
+        pool = self._memory.pool
+        return 1.0 - pool.num_free / pool.num_blocks
+
+    @property
+    def swap_usage(self) -> float:
+        """Share of the swap space, 0 to 1, that holds what preempted sequences will need again."""
+        return self._memory.swap.usage
+
+    @property
+    def num_blocks_swapped_out(self) -> int:
+        """Blocks copied to the swap space so far."""
+        return self._memory.num_blocks_swapped_out
+
+    @property
+    def num_blocks_swapped_in(self) -> int:
+        """Blocks copied back to the device so far."""
+        return self._memory.num_blocks_swapped_in
+
+    @property
+    def costs(self) -> RestoreCosts:
+        """What restoring a preempted sequence costs; the caller keeps it up to date."""
+        return self._memory.costs
+
+    @costs.setter
+    def costs(self, costs: RestoreCosts) -> None:
+        self._memory.costs = costs
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn.
@@ -88,13 +118,18 @@ class Scheduler:
             raise DuplicateSequence(f"sequence {sequence.id} has not finished yet")
         if sequence.arrival >= 0:
             raise ValueError(f"sequence {sequence.id} has been scheduled before, make a new one")
-        self._refuse_what_never_fits(sequence)
+        self.config.refuse_what_never_fits(sequence.max_total_tokens)
         parent = None if sequence.fork_of is None else self._sequences.get(sequence.fork_of)
         if parent is not None:
             sequence.fork_from(parent)
         sequence.arrival = self._num_arrivals
-        sequence.rank = policy.rank(sequence, step=self._next_step, ageing_steps=self.config.ageing_steps)
         sequence.chain_root = self._chain_root(sequence)
+        sequence.rank = policy.rank(
+            sequence,
+            self._place_of(sequence),
+            step=self._flights.next_step,
+            ageing_steps=self.config.ageing_steps,
+        )
         self._num_arrivals += 1
         self._sequences[sequence.id] = sequence
         self._waiting.push(sequence)
@@ -105,11 +140,8 @@ class Scheduler:
         shared = self.config.enable_prefix_caching
         return shared_root(sequence.salt) if shared else private_root(sequence.arrival)
 
-    def _refuse_what_never_fits(self, sequence: Sequence) -> None:
-        limits = {"max_model_len": self.config.max_model_len, "kv_cache_tokens": self.config.kv_cache_tokens}
-        for field, limit in limits.items():
-            if sequence.max_total_tokens > limit:
-                raise NeverFits(field, needed=sequence.max_total_tokens, limit=limit)
+    def _place_of(self, sequence: Sequence) -> PrefixPlace:
+        return self._order.enter(sequence) if self.config.enable_prefix_caching else (sequence.arrival,)
 
     def schedule(self) -> StepPlan:
         """Plan the next step; the plan is empty if nothing can be done now.
@@ -139,7 +171,7 @@ class Scheduler:
         Raises:
             ValueError: if it is not this plan's turn.
         """
-        flight = self._land(step_id)
+        flight = self._flights.land(step_id)
         block_size = self.config.block_size
         received = []
         for sequence, row in zip(flight.sequences, flight.plan.rows, strict=True):
@@ -150,9 +182,15 @@ class Scheduler:
                 received.append(row.sequence)
             num_full_blocks = (row.start + row.count) // block_size
             if num_full_blocks > sequence.num_hashed_blocks and step_id >= sequence.table_step:
-                register(sequence, num_full_blocks, self._pool, block_size)
-        self._pool.release(step_id)
+                self._register(sequence, num_full_blocks)
+        self._memory.pool.release(step_id)
         return received
+
+    def _register(self, sequence: Sequence, num_full_blocks: int) -> None:
+        first = sequence.num_hashed_blocks
+        self._memory.register(sequence, num_full_blocks)
+        self._underway.end(sequence, first, num_full_blocks)
+        self._waiting.release(sequence)
 
     def finish(self, sequence_id: SequenceId) -> None:
         """Let go of a sequence, ended or aborted, at any moment; what it has in flight is ignored.
@@ -166,11 +204,14 @@ class Scheduler:
         if was_running:
             self._leave(sequence)
         else:
+            self._memory.let_go(sequence)
             self._waiting.note_finished(sequence)
-        self._waiting.release_forks(sequence)
+        if self.config.enable_prefix_caching:
+            self._order.leave(sequence)
+        self._waiting.release(sequence)
 
     def preempt(self, sequence_id: SequenceId) -> None:
-        """Send a running sequence back to the waiting; what it loses is recomputed.
+        """Send a running sequence back to the waiting.
 
         Nothing happens if it waits already, or if its last token is in flight.
 
@@ -187,19 +228,20 @@ class Scheduler:
         Raises:
             IntegrityError: naming the first contradiction.
         """
-        self._pool.check_integrity([sequence.block_table for sequence in self._running])
-        check_sequences(self._running, self._pool, self.config.block_size)
-        check_shared_blocks(self._running, self._pool, self.config.block_size)
-        check_flights(self._flights, self._pool, self.config.block_size)
-        self._waiting.check_integrity()
         if len(self._running) + len(self._waiting) != len(self._sequences):
             raise IntegrityError("running and waiting sequences are not all sequences")
+        self._memory.check_integrity(self._sequences.values())
+        pool, block_size = self._memory.pool, self.config.block_size
+        check_sequences(list(self._running), pool, block_size)
+        check_shared_blocks(self._running, pool, block_size)
+        check_flights(self._flights, pool, block_size)
+        self._waiting.check_integrity()
         if len(self._running) > self.config.max_num_seqs:
             raise IntegrityError(f"{len(self._running)} sequences run, max_num_seqs is less")
 
     def _displace(self) -> None:
         """Put waiting sequences in the place of running ones that are lower in priority."""
-        while self._running and (head := self._waiting.head()) and head.rank < self._running[-1].rank:
+        while (head := self._waiting.head()) and (last := self._running.last) and head.rank < last.rank:
             victims = [running for running in self._running if policy.may_displace(head, running)]
             if not victims:
                 return
@@ -207,7 +249,7 @@ class Scheduler:
             if not self._make_way(head, victims):
                 self._waiting.push(head)
                 return
-            self._place(head, self._find_prefix(head))
+            self._place(head, self._memory.find_prefix(head))
 
     def _make_way(self, newcomer: Sequence, victims: list[Sequence]) -> bool:
         """Preempt as many of these as it takes to place a newcomer; say whether it can be placed now.
@@ -215,16 +257,20 @@ class Scheduler:
         Nobody is preempted in vain: neither if all of them hold too little, nor for blocks that come
         out of quarantine by themselves.
         """
-        prefix = self._find_prefix(newcomer)  # holds throughout: what a victim lets go of stays known
-        wanted = self._missing_blocks(newcomer, prefix) - self._pool.num_quarantined
-        if not self._pool.can_reclaim(wanted, [victim.block_table for victim in victims], prefix.blocks):
+        memory = self._memory
+        prefix = memory.find_prefix(newcomer)  # holds throughout: what a victim lets go of stays known
+        wanted = memory.missing_blocks(newcomer, prefix) - memory.pool.num_quarantined
+        if not memory.can_reclaim(wanted, victims, prefix):
             return False
-        while (missing := self._missing_blocks(newcomer, prefix)) > 0 or not self._has_slot:
-            if not victims or (self._has_slot and missing <= self._pool.num_quarantined):
+        while (missing := memory.missing_blocks(newcomer, prefix)) > 0 or not self._has_slot:
+            if not victims or (self._has_slot and missing <= memory.pool.num_quarantined):
                 return False
-            victims.remove(victim := policy.choose_victim(victims))
+            victims.remove(victim := self._choose_victim(victims))
             self._preempt(victim)
         return True
+
+    def _choose_victim(self, candidates: list[Sequence]) -> Sequence:
+        return policy.choose_victim(candidates, self._memory.restore_seconds)
 
     def _reserve(self) -> list[Sequence]:
         """The running sequences that have memory for all their known tokens, in the order of service.
@@ -241,14 +287,13 @@ class Scheduler:
         return ready
 
     def _grow(self, sequence: Sequence) -> bool:
-        missing = self._blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        while missing > self._pool.num_free:
-            behind = self._running[bisect_right(self._running, sequence.rank, key=_by_rank) :]
-            victims = [victim for victim in behind if not victim.is_complete]
-            if not victims or missing <= self._pool.num_free + self._pool.num_quarantined:
+        pool, missing = self._memory.pool, self._memory.missing_to_grow(sequence)
+        while missing > pool.num_free:
+            victims = [victim for victim in self._running.behind(sequence) if not victim.is_complete]
+            if not victims or missing <= pool.num_free + pool.num_quarantined:
                 return False
-            self._preempt(policy.choose_victim(victims))
-        self._set_table(sequence, sequence.block_table + self._pool.allocate(missing))
+            self._preempt(self._choose_victim(victims))
+        self._memory.grow(sequence)
         return True
 
     def _admit(self, ready: list[Sequence]) -> None:
@@ -256,29 +301,47 @@ class Scheduler:
 
         Those that fit pass those that are blocked, but only so often: see `policy.may_overtake`.
         """
-        if not self._waiting:
+        if not self._waiting or not self._is_open:
             return
         tokens = self.config.max_num_batched_tokens - sum(map(self._demand, ready))
-        blocked: list[Sequence] = []
-        while tokens > 0 and self._has_slot and self._pool.num_free and self._may_pass(blocked):
+        num_aside, blocked = 0, list[Sequence]()
+        while tokens > 0 and self._has_slot and self._memory.pool.num_free:
+            if num_aside + len(blocked) >= _ADMISSION_WINDOW or not self._may_overtake(blocked):
+                break
             sequence = self._waiting.pop()
             if sequence is None:
                 break
-            prefix = self._find_prefix(sequence)
-            if self._missing_blocks(sequence, prefix) > 0:
+            prefix = self._memory.find_prefix(sequence)
+            if self._underway.find_leader(sequence, prefix):
+                self._waiting.push(sequence)
+                num_aside += 1
+            elif not self._fits(sequence, prefix):
                 blocked.append(sequence)
-                continue
-            self._place(sequence, prefix)
-            ready.append(sequence)
-            tokens -= self._demand(sequence)
-            for passed in blocked:
-                passed.num_overtaken += 1
+            else:
+                self._place(sequence, prefix)
+                ready.append(sequence)
+                tokens -= self._demand(sequence)
+                for passed in blocked:
+                    passed.num_overtaken += 1
         self._waiting.push_back(blocked)
 
-    def _may_pass(self, blocked: list[Sequence]) -> bool:
-        return len(blocked) < _ADMISSION_WINDOW and policy.may_overtake(
-            blocked, max_overtakes=self.config.max_overtakes
-        )
+    @property
+    def _is_open(self) -> bool:
+        """Whether there is room to spare, or nobody runs who could make some."""
+        if self._is_pressed:
+            self._is_pressed = self._memory.pool.num_free < policy.relief_mark(
+                num_blocks=self.config.num_blocks, watermark=self.config.watermark
+            )
+        return not self._is_pressed or not self._running
+
+    def _fits(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether those who run can still grow a little with this sequence among them."""
+        missing = self._memory.missing_blocks(sequence, prefix)
+        reserve = policy.admission_reserve(num_blocks=self.config.num_blocks, watermark=self.config.watermark)
+        return missing <= (-reserve if self._running else 0)
+
+    def _may_overtake(self, blocked: list[Sequence]) -> bool:
+        return policy.may_overtake(blocked, max_overtakes=self.config.max_overtakes)
 
     def _demand(self, sequence: Sequence) -> int:
         """Tokens a sequence would take of a step."""
@@ -289,64 +352,43 @@ class Scheduler:
     def _has_slot(self) -> bool:
         return len(self._running) < self.config.max_num_seqs
 
-    def _find_prefix(self, sequence: Sequence) -> Prefix:
-        return find_prefix(sequence, self._pool, self.config.block_size)
-
-    def _missing_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Blocks that would have to become free for a waiting sequence to be placed; 0 or less if none."""
-        needed = self._blocks_for(sequence.num_tokens) - len(prefix.blocks)
-        return needed - (self._pool.num_free - self._pool.count_free(prefix.blocks))
-
     def _place(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence memory for all its known tokens, and let it run."""
-        self._pool.acquire(prefix.blocks)
-        new = self._pool.allocate(self._blocks_for(sequence.num_tokens) - len(prefix.blocks))
-        self._set_table(sequence, prefix.blocks + new)
-        if prefix.copy_source is not None:
-            self._copies.add(sequence, prefix.copy_source, new[0])
-        sequence.num_hashed_blocks = prefix.num_hashed_blocks
-        sequence.num_computed_tokens = prefix.num_tokens
+        self._memory.place(sequence, prefix)
         if sequence.num_preemptions == 0:
             self._count_prefix_hits(sequence, prefix)
         sequence.num_overtaken = 0
         sequence.state = SequenceState.RUNNING
-        insort(self._running, sequence, key=_by_rank)
-        self._waiting.release_forks(sequence)
+        self._running.add(sequence)
+        if self.config.enable_prefix_caching:
+            self._underway.begin(sequence)
+        self._waiting.release(sequence)
 
     def _count_prefix_hits(self, sequence: Sequence, prefix: Prefix) -> None:
         asks = not (prefix.is_fork or sequence.compute_prompt)
         if self.config.enable_prefix_caching and asks:
             self.num_prefix_query_tokens += sequence.num_tokens
             self.num_prefix_hit_tokens += prefix.num_tokens
+            self.num_swap_hit_tokens += prefix.blocks.count(None) * self.config.block_size
         sequence.num_cached_tokens = min(prefix.num_tokens, sequence.num_prompt_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._is_pressed = True
         self.num_preemptions += 1
+        self.num_swap_preemptions += self._memory.keep(sequence)
         sequence.num_preemptions += 1
         sequence.num_recompute_tokens = max(sequence.num_recompute_tokens, sequence.num_computed_tokens)
         sequence.state = SequenceState.WAITING
         self._leave(sequence)
         self._waiting.push(sequence)
-        self._waiting.release_forks(sequence)
+        self._waiting.release(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence from the running, and its blocks from it."""
-        del self._running[bisect_left(self._running, sequence.rank, key=_by_rank)]
-        newest = self._flights[-1].plan.step_id if self._flights else None
-        self._copies.drop(sequence, last_step=newest)
-        self._pool.free(sequence.block_table, last_step=newest)
-        self._set_table(sequence, [])
-        sequence.num_hashed_blocks = 0
-        sequence.num_computed_tokens = 0
-        sequence.table_step = self._next_step
-
-    def _set_table(self, sequence: Sequence, table: list[BlockId]) -> None:
-        sequence.block_table = table
-        sequence.block_tables = (tuple(table),)
-        sequence.capacity = len(table) * self.config.block_size
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+        self._running.remove(sequence)
+        self._underway.end(sequence, sequence.num_hashed_blocks)
+        self._memory.vacate(sequence, last_step=self._flights.newest_step)
+        sequence.table_step = self._flights.next_step
 
     def _share_out(self, ready: list[Sequence]) -> list[tuple[Sequence, int]]:
         """How many tokens each sequence gets: one for every decode, then the prefills."""
@@ -364,15 +406,14 @@ class Scheduler:
     def _launch(self, shares: list[tuple[Sequence, int]]) -> StepPlan:
         sequences = tuple(sequence for sequence, _ in shares)
         rows = tuple(self._advance(sequence, count) for sequence, count in shares)
-        copies = self._copies.take(self._next_step)
-        plan = StepPlan(self._next_step, rows, block_copies=tuple(copies.values()))
-        if not plan.is_empty:
-            self._flights.append(Flight(plan, sequences, tuple(copies)))
-            self._next_step += 1
+        step_id = self._flights.next_step
+        copies = self._memory.take_copies(step_id)
+        plan = StepPlan(step_id, rows, copies.swap_out, copies.swap_in, copies.block_copies)
+        self._flights.launch(Flight(plan, sequences, copies.forks))
         if self._waiting.has_aside:
             for sequence, row in zip(sequences, rows, strict=True):
                 if row.start < sequence.num_prompt_tokens:
-                    self._waiting.release_forks(sequence)
+                    self._waiting.release(sequence)
         return plan
 
     def _advance(self, sequence: Sequence, count: int) -> Row:
@@ -385,9 +426,3 @@ class Scheduler:
         if samples:
             sequence.num_tokens += 1
         return Row(sequence.id, start, count, sequence.block_tables, samples)
-
-    def _land(self, step_id: int) -> Flight:
-        if not self._flights or self._flights[0].plan.step_id != step_id:
-            due = self._flights[0].plan.step_id if self._flights else "none"
-            raise ValueError(f"step {step_id} returned, the oldest in flight is {due}")
-        return self._flights.popleft()

@@ -10,7 +10,10 @@ SequenceId = NewType("SequenceId", int)
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
 
-Rank = tuple[int, float, int]
+PrefixPlace = tuple[int, ...]
+"""Arrivals of the first sequences that had the same beginning, for ever longer beginnings, and its own."""
+
+Rank = tuple[int, int, float, PrefixPlace]
 """Place in the order of service, smallest first; never changes, and no two are equal."""
 
 
@@ -44,8 +47,8 @@ class Sequence:
     priority: int = 1
     """Smaller is sooner: high 0, normal 1, low 2."""
     deadline: float | None = None
-    """Orders those that arrive together with the same priority, earliest first. The unit is the
-    caller's; the scheduler has no clock."""
+    """Orders those of the same priority that arrive in the same span of steps, earliest first. The unit
+    is the caller's; the scheduler has no clock."""
     salt: bytes = b""
     """Sequences share cached blocks only with those of the same salt."""
     fork_of: SequenceId | None = None
@@ -58,7 +61,7 @@ class Sequence:
     state: SequenceState = field(default=SequenceState.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
     """Counts the sequences in the order they were added."""
-    rank: Rank = field(default=(0, 0.0, 0), init=False)
+    rank: Rank = field(default=(0, 0, 0.0, ()), init=False)
     num_tokens: int = field(init=False)
     """Known tokens, and those that plans in flight will have sampled."""
     num_computed_tokens: int = field(default=0, init=False)
@@ -82,7 +85,13 @@ class Sequence:
     """Positions that were computed once and lost to a preemption; those below are done again."""
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found computed at the first admission, in the prefix cache or by the parent."""
+    num_kept_blocks: int = field(default=0, init=False)
+    """Leading blocks that the swap space keeps for it while it waits."""
     num_preemptions: int = field(default=0, init=False)
+    leader: Sequence | None = field(default=None, init=False, repr=False)
+    """A sequence that computes what this one begins with."""
+    num_awaited_blocks: int = field(default=0, init=False)
+    """Blocks that the leader has in common with this one."""
     num_overtaken: int = field(default=0, init=False)
     """Sequences admitted past this one while it was blocked at the head of the waiting."""
 
@@ -151,3 +160,20 @@ class Sequence:
         if parent.state is SequenceState.WAITING:
             return parent.num_preemptions == 0
         return parent.state is SequenceState.RUNNING
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether blocks that it could take over are being computed."""
+        leader = self.leader
+        return (
+            leader is not None
+            and leader.state is SequenceState.RUNNING
+            and leader.num_hashed_blocks < self.num_awaited_blocks
+        )
+
+    @property
+    def awaited(self) -> Sequence | None:
+        """Whom it stands aside for, if it does."""
+        if self.waits_for_parent:
+            return self.parent
+        return self.leader if self.waits_for_leader else None

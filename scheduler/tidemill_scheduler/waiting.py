@@ -8,35 +8,43 @@ from heapq import heapify, heappop, heappush
 from tidemill_scheduler.errors import IntegrityError
 from tidemill_scheduler.sequence import Rank, Sequence, SequenceId, SequenceState
 
+_Progress = int
+"""Blocks that whoever is waited for must have computed; 0 stands for what forks wait for."""
+_Group = dict[SequenceId, Sequence]
+"""Those who wait for the same thing: all of them stand aside, or none."""
+
 
 class WaitingQueue:
     """A heap with lazy deletion: a sequence that finishes while it waits is dropped when it surfaces.
 
-    Forks whose parent has yet to compute their prompt stand aside. They are neither seen nor in
-    anybody's way until `release_forks` puts them in their places: no step walks over them.
+    Whoever waits for somebody else to compute what both begin with stands aside: forks for their
+    parent, others for their leader. They are neither seen nor in anybody's way until `release` puts
+    them in their places: no step walks over them.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, Sequence]] = []
         self._num_finished = 0
-        self._aside: dict[SequenceId, dict[SequenceId, Sequence]] = {}  # forks by id, under their parent's
-        self._num_aside = 0
+        self._aside: dict[SequenceId, dict[_Progress, _Group]] = {}  # under whom they wait for
+        self._awaited: dict[SequenceId, tuple[SequenceId, _Progress]] = {}  # the same for each of them
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_finished + self._num_aside
+        return len(self._heap) - self._num_finished + len(self._awaited)
 
     @property
     def has_aside(self) -> bool:
-        """Whether any fork waits for its parent."""
-        return self._num_aside > 0
+        """Whether anybody stands aside."""
+        return bool(self._awaited)
 
     def push(self, sequence: Sequence) -> None:
         """Put a sequence in the place that its rank says, or aside."""
-        if sequence.parent is not None and sequence.waits_for_parent:
-            self._aside.setdefault(sequence.parent.id, {})[sequence.id] = sequence
-            self._num_aside += 1
-        else:
+        awaited = sequence.awaited
+        if awaited is None:
             heappush(self._heap, (sequence.rank, sequence))
+        else:
+            progress = 0 if awaited is sequence.parent else sequence.num_awaited_blocks
+            self._aside.setdefault(awaited.id, {}).setdefault(progress, {})[sequence.id] = sequence
+            self._awaited[sequence.id] = (awaited.id, progress)
 
     def head(self) -> Sequence | None:
         """The first in the order, left where it is."""
@@ -45,7 +53,7 @@ class WaitingQueue:
             if sequence.state is not SequenceState.WAITING:
                 heappop(self._heap)
                 self._num_finished -= 1
-            elif sequence.waits_for_parent:  # once more: the parent was preempted, and now runs again
+            elif sequence.awaited is not None:  # once more: who was preempted now runs again
                 heappop(self._heap)
                 self.push(sequence)
             else:
@@ -64,14 +72,18 @@ class WaitingQueue:
         for sequence in sequences:
             self.push(sequence)
 
-    def release_forks(self, parent: Sequence) -> None:
-        """Let the forks of a sequence wait in their places, unless it has yet to compute their prompt."""
-        forks = self._aside.get(parent.id)
-        if not forks or next(iter(forks.values())).waits_for_parent:
-            return
-        del self._aside[parent.id]
-        self._num_aside -= len(forks)
-        self.push_back(forks.values())
+    def release(self, awaited: Sequence) -> None:
+        """Let those wait in their places that this sequence no longer holds up."""
+        groups = self._aside.get(awaited.id, {})
+        for progress, group in list(groups.items()):
+            if next(iter(group.values())).awaited is awaited:
+                continue
+            del groups[progress]
+            for sequence in group.values():
+                del self._awaited[sequence.id]
+            self.push_back(group.values())
+        if not groups:
+            self._aside.pop(awaited.id, None)
 
     def note_finished(self, sequence: Sequence) -> None:
         """Be told that a sequence in here has finished.
@@ -87,26 +99,34 @@ class WaitingQueue:
             self._num_finished = 0
 
     def _leave_aside(self, sequence: Sequence) -> bool:
-        parent = sequence.parent
-        forks = None if parent is None else self._aside.get(parent.id)
-        if parent is None or not forks or forks.pop(sequence.id, None) is None:
+        place = self._awaited.pop(sequence.id, None)
+        if place is None:
             return False
-        self._num_aside -= 1
-        if not forks:
-            del self._aside[parent.id]
+        awaited, progress = place
+        groups = self._aside[awaited]
+        del groups[progress][sequence.id]
+        if not groups[progress]:
+            del groups[progress]
+        if not groups:
+            del self._aside[awaited]
         return True
 
     def check_integrity(self) -> None:
-        """Whoever stands aside waits for a parent that will compute the prompt.
+        """Whoever stands aside waits for somebody who will compute what it needs.
 
         Raises:
             IntegrityError: naming the sequence.
         """
-        forks = [(parent_id, fork) for parent_id, aside in self._aside.items() for fork in aside.values()]
-        if len(forks) != self._num_aside:
-            raise IntegrityError(f"{len(forks)} forks stand aside, counted {self._num_aside}")
-        for parent_id, fork in forks:
-            if fork.state is not SequenceState.WAITING or fork.parent is None:
-                raise IntegrityError(f"sequence {fork.id} stands aside for nobody, or waits no longer")
-            if fork.parent.id != parent_id or not fork.waits_for_parent:
-                raise IntegrityError(f"sequence {fork.id} stands aside, its parent has nothing to compute")
+        aside = {
+            sequence: (awaited, progress)
+            for awaited, groups in self._aside.items()
+            for progress, group in groups.items()
+            for sequence in group.values()
+        }
+        if {sequence.id: place for sequence, place in aside.items()} != self._awaited:
+            raise IntegrityError("those who stand aside are not those who are said to")
+        for sequence, (awaited, _) in aside.items():
+            if sequence.state is not SequenceState.WAITING:
+                raise IntegrityError(f"sequence {sequence.id} stands aside, and waits no longer")
+            if sequence.awaited is None or sequence.awaited.id != awaited:
+                raise IntegrityError(f"sequence {sequence.id} stands aside for {awaited}, in vain")

@@ -153,7 +153,7 @@ class MiniEngine:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
-        pool = self.scheduler._pool
+        pool = self.scheduler._memory.pool
         for block in map(BlockId, range(pool.num_blocks)):
             if pool.is_free(block) and pool.hash_of(block) is None:
                 self.model.poison(block)

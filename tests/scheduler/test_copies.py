@@ -1,7 +1,7 @@
 from tests.scheduler.factories import make_fork, make_sequence
 from tidemill_scheduler import BlockCopy, BlockId, Sequence
 from tidemill_scheduler.block_pool import BlockPool
-from tidemill_scheduler.copies import PlannedCopies
+from tidemill_scheduler.copies import PlannedCopies, StepCopies
 
 
 def make_siblings() -> tuple[Sequence, Sequence]:
@@ -10,6 +10,11 @@ def make_siblings() -> tuple[Sequence, Sequence]:
     fork = make_fork(1, parent)
     fork.fork_from(parent)
     return parent, fork
+
+
+def forks_of(copies: StepCopies) -> dict[Sequence, BlockCopy]:
+    """What is copied for whom."""
+    return dict(zip(copies.forks, copies.block_copies, strict=True))
 
 
 class TestPlannedCopies:
@@ -21,7 +26,7 @@ class TestPlannedCopies:
         copies.add(fork, source, target)
         pool.free([source], last_step=None)  # its parent leaves while the step is still being planned
         assert pool.num_free == 0
-        assert copies.take(5) == {fork: BlockCopy(source, target)}
+        assert forks_of(copies.take(5)) == {fork: BlockCopy(source, target)}
         assert (pool.num_free, pool.num_quarantined) == (0, 1)
         pool.release(4)
         assert pool.num_free == 0
@@ -39,8 +44,8 @@ class TestPlannedCopies:
         copies.add(second, source, other)
         copies.drop(fork, last_step=None)
         copies.drop(parent, last_step=None)
-        assert copies.take(0) == {second: BlockCopy(source, other)}
-        assert copies.take(1) == {}
+        assert forks_of(copies.take(0)) == {second: BlockCopy(source, other)}
+        assert forks_of(copies.take(1)) == {}
         pool.check_integrity([[source, target, other]])
 
     def test_a_fork_of_one_that_is_copied_to_copies_from_where_that_does(self) -> None:
@@ -52,5 +57,5 @@ class TestPlannedCopies:
         grandchild.fork_from(fork)
         copies.add(fork, source, first)
         copies.add(grandchild, first, second)
-        assert list(copies.take(0).values()) == [BlockCopy(source, first), BlockCopy(source, second)]
+        assert copies.take(0).block_copies == (BlockCopy(source, first), BlockCopy(source, second))
         assert pool.num_holders(BlockId(source)) == 1

@@ -8,6 +8,8 @@ def test_the_public_names_are_these() -> None:
         "DuplicateSequence",
         "IntegrityError",
         "NeverFits",
+        "PreemptionMode",
+        "RestoreCosts",
         "Row",
         "Scheduler",
         "SchedulerConfig",

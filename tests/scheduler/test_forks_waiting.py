@@ -57,9 +57,7 @@ class TestPreemption:
         engine.step()
         assert engine.scheduler.num_running == 1
         engine.scheduler.preempt(parent.id)
-        plan = engine.step()
-        assert [row.sequence for row in plan.rows] == [1, 0]
-        assert rows(plan)[1] == (8, 5, False)  # its parent's blocks were found in the cache
+        assert rows(engine.step()) == {1: (8, 6, True)}  # its parent's blocks were found in the cache
         engine.run()
 
     def test_but_is_again_once_it_runs_again(self) -> None:
@@ -80,8 +78,8 @@ class TestPreemption:
         engine.abort(parent.id)
         engine.add(make_sequence(2, prompt=8, new=1))
         engine.schedule()
-        assert engine.scheduler._pool.num_quarantined > 0
-        assert not engine.scheduler._pool.is_free(copy.source)
+        assert engine.scheduler._memory.pool.num_quarantined > 0
+        assert not engine.scheduler._memory.pool.is_free(copy.source)
         engine.run()
 
     def test_a_fork_that_gives_way_in_the_step_it_was_placed_in_copies_nothing(self) -> None:

@@ -18,27 +18,27 @@ class TestIntegrity:
     def test_a_shared_block_that_is_not_full_is_found(self) -> None:
         engine = self.make_running()
         first, second = (engine.sequences[SequenceId(number)] for number in (0, 1))
-        pool = engine.scheduler._pool
+        pool = engine.scheduler._memory.pool
         pool.free(second.block_table[1:], last_step=None)
         pool.acquire(first.block_table[1:])
-        engine.scheduler._set_table(second, [second.block_table[0], first.block_table[1]])
+        engine.scheduler._memory._set_table(second, [second.block_table[0], first.block_table[1]])
         with pytest.raises(IntegrityError, match="not full yet"):
             engine.scheduler.check_integrity()
 
     def test_a_block_shared_by_different_texts_is_found(self) -> None:
         engine = self.make_running()
         first, second = (engine.sequences[SequenceId(number)] for number in (0, 1))
-        pool = engine.scheduler._pool
+        pool = engine.scheduler._memory.pool
         pool.free(second.block_table[:1], last_step=None)
         pool.acquire(first.block_table[:1])
-        engine.scheduler._set_table(second, [first.block_table[0], second.block_table[1]])
+        engine.scheduler._memory._set_table(second, [first.block_table[0], second.block_table[1]])
         with pytest.raises(IntegrityError, match="shared by different texts"):
             engine.scheduler.check_integrity()
 
     def test_a_free_block_that_a_plan_names_is_found(self) -> None:
         engine = self.make_running()
         engine.scheduler.finish(SequenceId(0))
-        engine.scheduler._pool.release(0)
+        engine.scheduler._memory.pool.release(0)
         with pytest.raises(IntegrityError, match="is free, step 0 names it"):
             engine.scheduler.check_integrity()
 
@@ -67,17 +67,17 @@ class TestCopies:
     def test_a_free_source_is_found(self) -> None:
         engine, copy = self.make_copying()
         engine.scheduler.finish(SequenceId(0))
-        engine.scheduler._pool.release(1)
-        assert engine.scheduler._pool.is_free(copy.source)
+        engine.scheduler._memory.pool.release(1)
+        assert engine.scheduler._memory.pool.is_free(copy.source)
         with pytest.raises(IntegrityError, match=f"block {copy.source} is free, step 1 names it"):
             engine.scheduler.check_integrity()
 
     def replace(self, engine: MiniEngine, copy: BlockCopy, *more: Sequence) -> None:
         """Let the plan in flight copy this, for the fork and for these."""
-        flight = engine.scheduler._flights.pop()
+        flight = engine.scheduler._flights._flights.pop()
         plan = replace(flight.plan, block_copies=(copy, *flight.plan.block_copies[: len(more)]))
         forks = (engine.sequences[SequenceId(1)], *more)
-        engine.scheduler._flights.append(replace(flight, plan=plan, forks=forks))
+        engine.scheduler._flights._flights.append(replace(flight, plan=plan, forks=forks))
 
     def test_a_source_that_another_sequence_writes_is_found(self) -> None:
         engine, copy = self.make_copying()

@@ -115,7 +115,7 @@ def test_memory_returns_to_where_it_was(in_flight: int) -> None:
         engine.step()
         engine.abort(SequenceId(8 * round_ + 1))
         engine.run()
-        assert engine.scheduler._pool.num_free == 16
+        assert engine.scheduler._memory.pool.num_free == 16
 
 
 def test_a_decode_is_never_left_out_for_prompts_that_keep_coming() -> None:

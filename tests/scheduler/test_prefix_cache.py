@@ -48,7 +48,10 @@ class TestPrefixCache:
         engine.schedule()
         engine.add(make_sequence(1, prompt=make_tokens(9)))
         engine.schedule()
-        assert engine.rows_of(1) == [(0, 9)]
+        assert engine.rows_of(1) == []
+        engine.land()
+        engine.schedule()
+        assert engine.rows_of(1) == [(8, 1)]
         engine.run()
 
     def test_other_salts_share_nothing(self) -> None:

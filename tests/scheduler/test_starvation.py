@@ -123,7 +123,7 @@ def test_starved_equals_endless(
         engine.step()
     assert len(engine.finished) == 8
     assert engine.scheduler.kv_usage == 0
-    assert engine.scheduler._pool.num_free == engine.scheduler.config.num_blocks
+    assert engine.scheduler._memory.pool.num_free == engine.scheduler.config.num_blocks
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -207,7 +207,7 @@ def test_starved_families_equal_endless(
                 engine.scheduler.preempt(chosen)
         engine.step()
     assert len(engine.finished) == 16
-    assert engine.scheduler._pool.num_free == num_blocks
+    assert engine.scheduler._memory.pool.num_free == num_blocks
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

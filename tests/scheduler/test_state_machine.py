@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.engine.run(max_steps=200 + 60 * self.num_added)
         assert len(self.engine.finished) == len(set(self.engine.finished)) == self.num_added
-        pool = self.engine.scheduler._pool
+        pool = self.engine.scheduler._memory.pool
         assert (pool.num_free, pool.num_quarantined) == (pool.num_blocks, 0)
 
 

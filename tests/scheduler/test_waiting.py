@@ -76,7 +76,7 @@ class TestForks:
     def run(self, queue: WaitingQueue, parent: Sequence, *, computed: int) -> None:
         parent.state = SequenceState.RUNNING
         parent.num_computed_tokens = computed
-        queue.release_forks(parent)
+        queue.release(parent)
 
     def test_stand_aside_until_the_prompt_is_computed_but_for_its_last_token(self) -> None:
         queue, parent, forks = self.make_family(3)
@@ -92,7 +92,7 @@ class TestForks:
         queue, parent, forks = self.make_family(2)
         parent.state = SequenceState.FINISHED
         queue.note_finished(parent)
-        queue.release_forks(parent)
+        queue.release(parent)
         assert [queue.pop() for _ in range(3)] == [*forks, None]
 
     def test_one_that_finishes_meanwhile_leaves(self) -> None:
@@ -109,7 +109,7 @@ class TestForks:
         queue, parent, forks = self.make_family(2)
         queue.pop()
         parent.num_preemptions = 1
-        queue.release_forks(parent)
+        queue.release(parent)
         assert queue.head() is forks[0]
         self.run(queue, parent, computed=3)
         assert queue.head() is None
@@ -120,5 +120,5 @@ class TestForks:
         queue, parent, _ = self.make_family(1)
         queue.check_integrity()
         parent.num_computed_tokens = 7
-        with pytest.raises(IntegrityError, match="sequence 1 stands aside, its parent has nothing"):
+        with pytest.raises(IntegrityError, match="sequence 1 stands aside for 0, in vain"):
             queue.check_integrity()
