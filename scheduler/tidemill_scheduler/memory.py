@@ -11,6 +11,7 @@ from tidemill_scheduler.config import SchedulerConfig
 from tidemill_scheduler.copies import PlannedCopies, StepCopies
 from tidemill_scheduler.costs import PreemptionMode, RestoreCosts
 from tidemill_scheduler.prefix import Prefix, extend_chain_of, find_prefix
+from tidemill_scheduler.reuse import ReuseEstimate
 from tidemill_scheduler.sequence import BlockHash, BlockId, Sequence
 from tidemill_scheduler.swap_space import SwapSpace
 
@@ -31,6 +32,7 @@ class KVMemory:
         self.num_blocks_swapped_in = 0
         self.pool = BlockPool(config.num_blocks, on_evict=self._save)
         self.swap = SwapSpace(0 if recomputes else config.num_swap_blocks)
+        self._reuse = ReuseEstimate(self.swap.num_blocks)
         self._config = config
         self._copies = PlannedCopies(self.pool)
 
@@ -65,6 +67,7 @@ class KVMemory:
         self._set_table(sequence, table)
         sequence.num_hashed_blocks = prefix.num_hashed_blocks
         sequence.num_computed_tokens = prefix.num_tokens
+        self._note_wanted(hashes, len(prefix.blocks), slots)
         self.let_go(sequence)
 
     def missing_to_grow(self, sequence: Sequence) -> int:
@@ -150,11 +153,28 @@ class KVMemory:
 
     def _save(self, block: BlockId, block_hash: BlockHash) -> None:
         """A block that is known by this hash is given to somebody else."""
-        caches = self._config.enable_prefix_caching and self._prefers_swap(num_out=1, num_in=1)
-        if self.swap.is_kept(block_hash) or caches:
-            slot = self.swap.write(block_hash)
+        if not self.swap.is_kept(block_hash) and not self._is_worth_saving(block_hash):
+            return
+        slot = self.swap.write(block_hash)
+        if slot is not None:
+            self._copies.swap_out(block, slot)
+
+    def _is_worth_saving(self, block_hash: BlockHash) -> bool:
+        if not self._config.enable_prefix_caching or not self.swap.num_blocks:
+            return False
+        self._reuse.note_evicted(block_hash)
+        return policy.is_worth_saving(
+            reuse=self._reuse.share, block_size=self._config.block_size, costs=self.costs
+        )
+
+    def _note_wanted(self, hashes: list[BlockHash], num_found: int, slots: list[BlockId | None]) -> None:
+        """Learn from what a sequence found in the swap space, and from what it would have found there."""
+        for block_hash, slot in zip(hashes, slots, strict=False):
             if slot is not None:
-                self._copies.swap_out(block, slot)
+                self._reuse.note_wanted(block_hash)
+        for block_hash in hashes[num_found:]:
+            if not self._reuse.note_wanted(block_hash):
+                break
 
     @property
     def _can_swap(self) -> bool:

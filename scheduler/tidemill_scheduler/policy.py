@@ -44,6 +44,17 @@ def prefers_swap(*, num_tokens: int, num_out: int, num_in: int, costs: RestoreCo
     return (num_out + num_in) * costs.seconds_per_block < num_tokens * costs.seconds_per_token
 
 
+def is_worth_saving(*, reuse: float, block_size: int, costs: RestoreCosts) -> bool:
+    """Whether to copy a block out that nobody is known to need again, as a larger prefix cache.
+
+    Args:
+        reuse: share of such blocks that is asked for again, 0 to 1.
+        block_size: tokens that one of them then need not be computed for.
+        costs: of copying and computing.
+    """
+    return (1 + reuse) * costs.seconds_per_block < reuse * block_size * costs.seconds_per_token
+
+
 def choose_victim(candidates: Iterable[Sequence], cost: Callable[[Sequence], float]) -> Sequence:
     """The one to preempt: lowest in priority, then cheapest to restore, then the last in the order.
 
