@@ -34,26 +34,54 @@ class Piece:
     num_output: int
 
 
-def make_workload(encoding: Encoding, count: int, *, seed: int = 0) -> list[Piece]:
-    """Draw `count` requests: prompts of 32 to 768 tokens, outputs of 8 to 256, mean about 64.
+@dataclass(frozen=True)
+class LogNormal:
+    """A length in tokens, log-normal and cut off at its bounds: most are short, a few are very long."""
 
-    Both lengths are log-normal, cut off at their bounds: most are short, a few are very long. The
-    text is Python's own reference manual, each prompt from another place of it, so that no two
+    median: float
+    sigma: float
+    bounds: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.median <= 0 or self.sigma < 0:
+            raise ValueError(f"median is {self.median}, must be above 0; sigma is {self.sigma}, at least 0")
+        if not 1 <= self.bounds[0] <= self.bounds[1]:
+            raise ValueError(f"bounds are {self.bounds}, must be at least 1 and in order")
+
+    def draw(self, dice: random.Random) -> int:
+        low, high = self.bounds
+        return min(max(round(self.median * dice.lognormvariate(0.0, self.sigma)), low), high)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the prompts and the outputs of a workload are."""
+
+    prompt: LogNormal
+    output: LogNormal
+
+
+DOCUMENTS = Lengths(LogNormal(180, 0.8, PROMPT_TOKENS), LogNormal(42, 0.95, OUTPUT_TOKENS))
+"""Prompts of 32 to 768 tokens, outputs of 8 to 256, mean about 64."""
+CHAT = Lengths(LogNormal(24, 0.9, (8, 512)), LogNormal(16, 1.2, (1, 256)))
+"""Prompts of 8 to 512 tokens, outputs of 1 to 256, mean about 30 of each."""
+
+
+def make_workload(
+    encoding: Encoding, count: int, *, seed: int = 0, lengths: Lengths = DOCUMENTS
+) -> list[Piece]:
+    """Draw `count` requests.
+
+    The text is Python's own reference manual, each prompt from another place of it, so that no two
     begin alike.
     """
     dice = random.Random(seed)
     text = "\n\n".join(topics[name] for name in sorted(topics))
     pieces = []
     for _ in range(count):
-        num_prompt = _log_normal(dice, median=180, sigma=0.8, bounds=PROMPT_TOKENS)
-        num_output = _log_normal(dice, median=42, sigma=0.95, bounds=OUTPUT_TOKENS)
+        num_prompt, num_output = lengths.prompt.draw(dice), lengths.output.draw(dice)
         start = dice.randrange(len(text) - 8 * PROMPT_TOKENS[1])
         token_ids = encoding.encode(text[start : start + 8 * num_prompt])[:num_prompt]
         prompt = encoding.decode(token_ids)
         pieces.append(Piece(prompt, tuple(encoding.encode(prompt)), num_output))
     return pieces
-
-
-def _log_normal(dice: random.Random, *, median: float, sigma: float, bounds: tuple[int, int]) -> int:
-    low, high = bounds
-    return min(max(round(median * dice.lognormvariate(0.0, sigma)), low), high)

@@ -1,13 +1,16 @@
 """What a step costs does not depend on how many wait: counted, not timed.
 
-A sequence is touched when any attribute of it is read. The heap moves entries without touching the
-sequences in them, and its work grows as the logarithm of their number.
+Counted are the calls of functions, Python's and C's, and every attribute of a sequence that is read.
+What one call of C does inside is not counted: the heap's moves, whose number grows as the logarithm.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -17,48 +20,70 @@ from tests.scheduler.factories import make_config, make_tokens
 from tidemill_scheduler import Scheduler, Sequence, SequenceId
 
 FEW, MANY = 300, 100_000
-RUNNING = 16
-PROMPTS = [make_tokens(6, first=1000 * number) for number in range(64)]
-"""Few enough that many sequences share one; none has a full block of its own."""
+STEPS = 60
+SITUATIONS = {
+    "enough memory": {},
+    "scarce memory": {"num_blocks": 20},  # they preempt each other, and the next in line does not fit
+    "scarce memory and swap": {"num_blocks": 20, "num_swap_blocks": 40},
+}
 
 
 class Watched(Sequence):
-    """A sequence that counts how often it is touched, by its id."""
+    """A sequence whose attributes can be watched without slowing down any other's."""
 
-    __slots__ = ("touched",)
+    __slots__ = ()
 
-    def __init__(self, touched: Counter[int], number: int, **fields: Any) -> None:
-        object.__setattr__(self, "touched", touched)
-        super().__init__(id=SequenceId(number), **fields)
 
-    def __getattribute__(self, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        object.__getattribute__(self, "touched")[object.__getattribute__(self, "id")] += name != "id"
-        return value
+@dataclass
+class Work:
+    """What was done while it was watched."""
+
+    calls: int = 0
+    touched: set[int] = field(default_factory=set)
+    """Sequences of which an attribute was read."""
+
+
+@contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    work = Work()
+
+    def read(sequence: Watched, name: str) -> Any:
+        work.touched.add(id(sequence))
+        return object.__getattribute__(sequence, name)
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        work.calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    gc.disable()  # a collection calls whoever watches it, which is no part of a step
+    with monkeypatch.context() as patch:
+        patch.setattr(Watched, "__getattribute__", read)
+        sys.setprofile(note)
+        try:
+            yield work
+        finally:
+            sys.setprofile(before)
+            gc.enable()
 
 
 class Crowd:
-    """A scheduler with `RUNNING` sequences running at most, and as many as wanted behind them."""
+    """A scheduler that may run 16 sequences, and as many as wanted in it."""
 
-    def __init__(self, waiting: int, **changes: Any) -> None:
-        self.touched: Counter[int] = Counter()
-        sizes = {"max_num_seqs": RUNNING, "num_blocks": 200, "block_size": 8}
+    def __init__(self, count: int, **changes: int) -> None:
+        sizes = {"max_num_seqs": 16, "num_blocks": 200, "block_size": 8}
         self.scheduler = Scheduler(make_config(**(sizes | changes)))
-        self.sequences: dict[SequenceId, Sequence] = {}
-        for number in range(RUNNING + waiting):
-            self._add(number)
+        self.sequences = [self._make(number) for number in range(count)]
+        for sequence in self.sequences:
+            self.scheduler.add(sequence)
 
-    def _add(self, number: int) -> None:
+    def _make(self, number: int) -> Sequence:
         """Outputs of 6 to 21 tokens, so that those which begin together do not end together."""
-        sequence = Watched(
-            self.touched,
-            number,
-            token_ids=list(PROMPTS[number % len(PROMPTS)]),
+        return Watched(
+            id=SequenceId(number),
+            token_ids=make_tokens(6, first=10 * number),
             num_prompt_tokens=6,
             max_total_tokens=12 + 5 * number % 16,
         )
-        self.sequences[sequence.id] = sequence
-        self.scheduler.add(sequence)
 
     def step(self) -> None:
         """Schedule, update, and finish whoever has its last token."""
@@ -70,54 +95,19 @@ class Crowd:
                 self.scheduler.finish(sequence_id)
 
 
-def touches(waiting: int, *, steps: int = 60, **changes: Any) -> tuple[int, int]:
-    """How many sequences the steps touch, and how often."""
-    crowd = Crowd(waiting, **changes)
-    crowd.touched.clear()
-    for _ in range(steps):
-        crowd.step()
-    assert crowd.scheduler.num_waiting > waiting / 2, "too few wait for the comparison to mean anything"
-    return sum(map(bool, crowd.touched.values())), crowd.touched.total()
-
-
-def calls(waiting: int, *, steps: int = 60, **changes: Any) -> int:
-    """How many functions the steps call, Python's and C's."""
-    crowd, count = Crowd(waiting, **changes), 0
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        for _ in range(steps):
+def watch(count: int, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]) -> Work:
+    """What the steps of a scheduler do that so many sequences were added to."""
+    crowd = Crowd(count, **changes)
+    with watching(monkeypatch) as work:
+        for _ in range(STEPS):
             crowd.step()
-    finally:
-        sys.setprofile(before)
-    return count
+    assert len(work.touched) < crowd.scheduler.num_waiting, "too few wait for this to mean anything"
+    assert (crowd.scheduler.num_preemptions > 0) == ("num_blocks" in changes)
+    return work
 
 
-SITUATIONS = [
-    {},  # memory for all that may run: whoever ends is replaced
-    {"num_blocks": 20},  # too little: they preempt each other, and the next in line does not fit
-    {"num_blocks": 20, "num_swap_blocks": 40},
-]
-
-
-@pytest.mark.parametrize("changes", SITUATIONS, ids=["enough", "scarce", "scarce with swap"])
-def test_a_step_touches_as_many_sequences_however_many_wait(changes: dict[str, int]) -> None:
-    assert touches(MANY, **changes) == touches(FEW, **changes)
-
-
-@pytest.mark.parametrize("changes", SITUATIONS, ids=["enough", "scarce", "scarce with swap"])
-def test_a_step_calls_as_many_functions_however_many_wait(changes: dict[str, int]) -> None:
-    assert calls(MANY, **changes) == calls(FEW, **changes)
-
-
-def test_scarce_memory_preempts() -> None:
-    """Else two of the situations above would be the first one again."""
-    crowd = Crowd(FEW, num_blocks=20)
-    for _ in range(60):
-        crowd.step()
-    assert crowd.scheduler.num_preemptions > 0
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_step_does_as_much_however_many_wait(situation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (watch(count, monkeypatch, SITUATIONS[situation]) for count in (FEW, MANY))
+    assert len(many.touched) == len(few.touched)
+    assert many.calls == few.calls
