@@ -24,7 +24,7 @@ COMPONENTS = {
     "tidemill_worker": ROOT / "worker" / "tidemill_worker",
 }
 READMES = ("tidemill", "producer", "scheduler", "kernels", "worker", "benchmarks", "deploy")
-ENGINE = ("tidemill_worker.engine", "tidemill_worker.generation", "tidemill_worker.request")
+ENGINE = tuple(f"tidemill_worker.{module}" for module in ("engine", "generation", "request", "deadlines"))
 MAX_LINES = 400
 SCREEN = 60
 VAGUE_NAMES = frozenset({"common", "helper", "helpers", "misc", "util", "utils"})

@@ -62,6 +62,12 @@ COMMANDS: Mapping[str, Mount] = {
     "worker": Mount(
         "tidemill_worker.commands:worker", "Serve a queue with a model.", "worker", ("torch", "transformers")
     ),
+    "plan": Mount(
+        "tidemill_worker.commands:plan",
+        "Work out what a model leaves room for.",
+        "worker",
+        ("torch", "transformers"),
+    ),
     "demo": Mount(
         "tidemill_worker.commands:demo",
         "Summarize real documents, with a queue and a worker started for it.",

@@ -9,8 +9,10 @@ scripts get the names from `lua_names`, as tables: `K.leases`, `F.state`, `E.id`
     leases                      zset    running jobs by the end of their lease
     deadlines                   zset    waiting and delayed jobs by deadline
     delayed                     zset    jobs in backoff by the end of it
-    active:<version>:<priority> zset    tenants with waiting jobs, by service received
+    active:<version>:<priority> zset    tenants with waiting jobs, by service: received and promised
+    accounts                    hash    service received and promised per lane; in `total`, a job's mean
     clock                       hash    service received by whom was served last, per priority
+    resting                     zset    lanes that have an account but no jobs, by the end of the last one
     weights                     hash    tenant to weight; configuration, never expires
     load                        hash    unfinished jobs per lane, and their `total`
     doorbell                    stream  one entry; idle workers block on it
@@ -36,7 +38,7 @@ DEFAULT_RESULTS = "default"
 """Reply name of answers to what nobody can be named for: undecodable entries."""
 
 TOTAL = "total"
-"""Field of `load` beside the lanes."""
+"""Field of `load` and of `accounts` beside the lanes."""
 
 
 class Key(StrEnum):
@@ -49,7 +51,9 @@ class Key(StrEnum):
     DEADLINES = "deadlines"
     DELAYED = "delayed"
     ACTIVE = "active:"
+    ACCOUNTS = "accounts"
     CLOCK = "clock"
+    RESTING = "resting"
     WEIGHTS = "weights"
     LOAD = "load"
     DOORBELL = "doorbell"
@@ -86,6 +90,10 @@ class JobField(StrEnum):
     BASE = "base"
     """Tokens that were checkpointed when the running attempt began."""
     CLAIMED = "claimed"
+    SERVED = "served"
+    """Units of service that its tenant is charged for it."""
+    PROMISED = "promised"
+    """Units that it is expected to be served beyond that; of running jobs only."""
     CANCEL = "cancel"
     RELEASED = "released"
     """Token of the holder that released it last."""
@@ -157,6 +165,14 @@ class QueueKeys:
     @property
     def load(self) -> str:
         return self._key(Key.LOAD)
+
+    @property
+    def accounts(self) -> str:
+        return self._key(Key.ACCOUNTS)
+
+    @property
+    def resting(self) -> str:
+        return self._key(Key.RESTING)
 
     @property
     def weights(self) -> str:

@@ -98,6 +98,8 @@ class Renewal:
     job_id: JobId
     attempt: int
     deltas: tuple[Delta, ...] = ()
+    prompt_tokens: int = 0
+    """Of the whole prompt; 0 until it is known. Its tenant is charged for it with the first token."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deltas", tuple(self.deltas))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import secrets
 import time
 from collections import Counter
@@ -44,6 +43,7 @@ from tidemill.moves import (
     Submitted,
 )
 from tidemill.scripts import Move
+from tidemill.service import check_weight
 
 SUBMISSIONS_PER_SCRIPT = 32
 """Starting a script costs as much as a submission does: measured, 38 us of the server's time for a job
@@ -284,9 +284,8 @@ class Queue:
         return RenewOutcome(frozenset(lost), frozenset(cancelled))
 
     async def finish(self, worker: str, attempt: int, result: Result) -> FinishOutcome:
-        """Record the one result of a held job."""
-        status = result.status.value
-        reply = await self._link.text(Move.FINISH, worker, attempt, result.id, status, result.to_wire())
+        """Record the one result of a held job; its usage is what the tenant is charged in the end."""
+        reply = await self._link.text(Move.FINISH, *wire.finish_call(worker, attempt, result))
         return FinishOutcome(reply)
 
     async def release(self, worker: str, renewals: Sequence[Renewal]) -> frozenset[JobId]:
@@ -355,9 +354,14 @@ class Queue:
         return job.id
 
     async def set_weight(self, tenant: str, weight: float) -> None:
-        """Serve `weight` jobs of this tenant for each of a tenant of weight 1."""
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"weight must be a number greater than 0, got {weight}")
+        """Serve this tenant `weight` tokens for each of a tenant of weight 1, while both have jobs waiting.
+
+        Holds for what is served from now on. Tokens of prompts count half of generated ones.
+
+        Raises:
+            ValueError: the weight is not from `MIN_WEIGHT` to `MAX_WEIGHT`.
+        """
+        check_weight(weight)
         async with self._link.reachable():
             await self._link.redis.hset(self.keys.weights, tenant, str(weight))
 

@@ -19,6 +19,7 @@ from tidemill.moves import (
     QueueSettings,
     Renewal,
 )
+from tidemill.service import UNITS_PER_GENERATED_TOKEN, UNITS_PER_PROMPT_TOKEN
 
 Fields = Mapping[bytes, bytes]
 Entries = list[tuple[str, Fields]]
@@ -60,30 +61,43 @@ LIMITS = ("max_attempts", "max_depth", "max_tenant_depth")
 
 
 def script_settings(settings: QueueSettings) -> dict[str, Any]:
-    """What every script is given: times in milliseconds, limits where set, the priorities there are."""
+    """What every script is given: times in milliseconds, limits where set, what there is and costs."""
     values = asdict(settings)
     return {
         **{name: milliseconds(values[name]) for name in TIMES},
         **{name: values[name] for name in LIMITS if values[name] is not None},
         "priorities": [priority.value for priority in Priority],
+        "prompt_token": UNITS_PER_PROMPT_TOKEN,
+        "generated_token": UNITS_PER_GENERATED_TOKEN,
     }
 
 
 def renewal_calls(worker: str, renewals: Sequence[Renewal]) -> list[list[Any]]:
-    """Arguments of renew and release: per job its id, attempt, number of deltas, and the deltas."""
+    """Arguments of renew and release: per job id, attempt, prompt tokens, number of deltas, and these."""
     calls: list[list[Any]] = []
     num_jobs = num_bytes = 0
     for renewal in renewals:
         if not calls or num_jobs >= RENEWALS_PER_CALL or num_bytes >= RENEWED_BYTES_PER_CALL:
             calls.append([worker])
             num_jobs = num_bytes = 0
-        calls[-1] += [renewal.job_id, renewal.attempt, len(renewal.deltas)]
+        calls[-1] += [renewal.job_id, renewal.attempt, renewal.prompt_tokens, len(renewal.deltas)]
         num_jobs += 1
         for delta in renewal.deltas:
             content = delta.to_wire()
             calls[-1] += [delta.index, len(delta.token_ids), content]
             num_bytes += len(content)
     return calls
+
+
+def finish_call(worker: str, attempt: int, result: Result) -> list[Any]:
+    """Arguments of finish."""
+    usage = result.usage
+    begun = result.status is Status.SUCCEEDED or usage.completion_tokens > 0
+    prompt_tokens = usage.prompt_tokens if begun else 0
+    return [
+        worker, attempt, result.id, result.status.value, result.to_wire(),
+        prompt_tokens, usage.completion_tokens,
+    ]  # fmt: skip
 
 
 def entries(reply: Any) -> Entries:

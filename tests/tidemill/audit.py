@@ -15,8 +15,8 @@ class Audit:
     """Read one queue and list what is wrong with it.
 
     Every unfinished job is in exactly one place, every pending entry is under a lease of the
-    worker that the job names, all counters equal what they count, and whatever is left of finished
-    jobs expires.
+    worker that the job names, all counters equal what they count, each tenant stands in line by what it
+    was served and is promised, and whatever is left of finished jobs expires.
     """
 
     client: redis.Redis
@@ -28,6 +28,7 @@ class Audit:
         self._check_entries()
         self._check_sets()
         self._check_load()
+        self._check_accounts()
         self._check_lifetimes()
         return self.faults
 
@@ -77,15 +78,41 @@ class Audit:
 
     def _check_load(self) -> None:
         live = self._in_state("waiting", "running", "delayed").values()
-        counted = Counter(f"{job['version']}:{job['priority']}:{job['tenant']}" for job in live)
+        counted = Counter(_lane(job) for job in live)
         if counted:
             counted["total"] = counted.total()
         load = {lane: int(count) for lane, count in self._hash("load").items()}
         self._expect("load", load, dict(counted))
 
+    def _check_accounts(self) -> None:
+        accounts = {
+            lane: [float(part) for part in text.split()]
+            for lane, text in self._hash("accounts").items()
+            if lane != "total"
+        }
+        busy, resting = set(self._hash("load")) - {"total"}, self._members("resting")
+        self._expect("accounts", set(accounts), busy | resting)
+        self._expect("lanes busy and at rest", busy & resting, set())
+        promised: Counter[str] = Counter()
+        for job_id, job in self.jobs.items():
+            promised[_lane(job)] += int(job.get("promised", 0))
+            if "promised" in job and job["state"] != "running":
+                self.faults.append(f"{job_id}, {job['state']}, is promised {job['promised']}")
+        found = {lane: promise for lane, (_, promise) in accounts.items() if promise}
+        self._expect("promised", found, dict(+promised))
+        for kind in self._names("active:"):
+            self._check_line(kind, accounts)
+
+    def _check_line(self, kind: str, accounts: dict[str, list[float]]) -> None:
+        for member, standing in self.client.zrange(f"{self.prefix}active:{kind}", 0, -1, withscores=True):
+            tenant = member.decode()
+            served, promised = accounts[f"{kind}:{tenant}"]
+            weight = float(self._hash("weights").get(tenant, 1))
+            self._expect(f"place of {tenant}", standing, served + promised / weight)
+
     def _check_lifetimes(self) -> None:
         for job_id, job in self.jobs.items():
-            expires = self.client.pttl(f"{self.prefix}job:{job_id}") > 0
+            expires = self.client.pttl(f"{self.prefix}job:{job_id}") != -1  # or has expired meanwhile
             self._expect(f"expiry of {job_id}", expires, job["state"] == "done")
             self._expect(f"payload of {job_id}", "payload" in job, job["state"] != "done")
         if not self._in_state("waiting", "running", "delayed"):
@@ -93,9 +120,12 @@ class Audit:
             self._expect("keys without expiry", [key for key in forever if key != "weights"], [])
 
 
+def _lane(job: Hash) -> str:
+    return f"{job['version']}:{job['priority']}:{job['tenant']}"
+
+
 def _place(job: Hash) -> tuple[str, str, str]:
-    lane = f"{job['version']}:{job['priority']}:{job['tenant']}"
-    return job.get("place", "jobs"), lane, job["entry"]
+    return job.get("place", "jobs"), _lane(job), job["entry"]
 
 
 def _escaped(pattern: str) -> str:

@@ -25,6 +25,8 @@ def test_all_keys_of_a_queue_share_its_hash_tag() -> None:
         keys.deadlines,
         keys.delayed,
         keys.load,
+        keys.accounts,
+        keys.resting,
         keys.weights,
         keys.doorbell,
         keys.dead,

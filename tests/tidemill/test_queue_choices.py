@@ -175,7 +175,7 @@ async def test_a_renewal_of_much_text_is_sent_in_parts(queue: Queue, monkeypatch
     sizes.clear()
     outcome = await queue.renew(WORKER, [Renewal(job.job_id, job.attempt, (wide,)) for job in held])
     assert not outcome.lost
-    assert sizes == [1 + 2 * 6] * 3
+    assert sizes == [1 + 2 * 7] * 3
     assert await queue.release(WORKER, [Renewal(job.job_id, job.attempt) for job in held]) == frozenset()
     assert [job.checkpoint for job in await queue.claim(WORKER, 6)] == [(wide,)] * 6
 

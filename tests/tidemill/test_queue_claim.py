@@ -1,4 +1,4 @@
-"""Claiming: priority first, then the tenant served least, and nothing twice."""
+"""Claiming: priority first, then the tenant served least (see test_queue_service), and nothing twice."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ async def test_a_tenant_of_twice_the_weight_gets_twice_the_turns(queue: Queue) -
     assert served["heavy"] == pytest.approx(20, abs=1)
 
 
-@pytest.mark.parametrize("weight", [0, -1, math.inf, math.nan])
-async def test_a_weight_that_would_upset_the_turns_is_refused(queue: Queue, weight: float) -> None:
-    with pytest.raises(ValueError, match="greater than 0"):
+@pytest.mark.parametrize("weight", [0, -1, 0.009, 100.1, math.inf, math.nan])
+async def test_a_weight_under_which_nobody_could_count_is_refused(queue: Queue, weight: float) -> None:
+    with pytest.raises(ValueError, match=r"weight must be from 0\.01 to 100"):
         await queue.set_weight("heavy", weight)
 
 

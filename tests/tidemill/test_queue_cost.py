@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 
 import pytest
 from redis.asyncio import Redis
 
-from tests.tidemill.factories import REPLY, WORKER, make_job, make_settings, sibling, submit
-from tests.tidemill.servers import Server
+from tests.tidemill.factories import (
+    REPLY,
+    WORKER,
+    make_job,
+    make_result,
+    make_settings,
+    renewal,
+    sibling,
+    submit,
+)
+from tests.tidemill.servers import Server, running, valkey_binary
+from tests.tidemill.simulated_workers import SimulatedWorkers, make_jobs
 from tidemill.connection import connect
+from tidemill.jobs import Usage
 from tidemill.queue import Queue
 
 FEW, MANY = 20, 1000
+TENANTS = 10_000
+LINE = 10
+"""Jobs of each."""
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[Server]:
+    """One that need not be cleared of a hundred thousand jobs."""
+    with running(valkey_binary()) as server:
+        yield server
 
 
 @pytest.fixture
-async def redis(valkey: Server) -> AsyncIterator[Redis]:
-    client = connect(valkey.url)
+async def redis(own_server: Server) -> AsyncIterator[Redis]:
+    client = connect(own_server.url)
     yield client
     await client.aclose()
 
@@ -64,6 +85,42 @@ async def test_claiming_costs_no_more_for_many_tenants(redis: Redis, queue_name:
         found.append(cost)
 
     assert found[0] == found[1]
+
+
+@pytest.mark.timeout(240)
+async def test_fairness_costs_no_more_for_ten_thousand_tenants_of_a_hundred_thousand_jobs(
+    redis: Redis, queue_name: str
+) -> None:
+    """A few have been served before, so that there are averages."""
+    found = []
+    for number in (FEW, TENANTS):
+        queue = Queue(redis, f"{queue_name}/{number}", make_settings())
+        for first in range(0, number, 500):
+            jobs = [
+                job
+                for tenant in range(first, min(number, first + 500))
+                for job in make_jobs(f"t{tenant}", LINE)
+            ]
+            await queue.submit(jobs, reply_to=REPLY)
+        workers = SimulatedWorkers(queue, lambda _: Usage(prompt_tokens=5, completion_tokens=7))
+        await workers.run(FEW // 5)
+        found.append(await held_costs(redis, queue))
+
+    assert found[0] == found[1]
+
+
+async def held_costs(redis: Redis, queue: Queue) -> dict[str, int]:
+    """What a claim costs, and the moves that report service."""
+    first, second = await queue.claim(WORKER, 2)
+    await queue.renew("nobody", [renewal(first)])  # all are loaded once
+    await queue.release("nobody", [renewal(first)])
+    result = make_result(first.job_id, usage=Usage(prompt_tokens=5, completion_tokens=7))
+    return {
+        "claim": await commands(redis, queue.claim(WORKER, 8)),
+        "renew": await commands(redis, queue.renew(WORKER, [renewal(first, 3), renewal(second, 3)])),
+        "finish": await commands(redis, queue.finish(WORKER, first.attempt, result)),
+        "release": await commands(redis, queue.release(WORKER, [renewal(second, 2, start=3)])),
+    }
 
 
 async def test_an_older_worker_is_not_slowed_down_by_what_waits_for_newer_ones(

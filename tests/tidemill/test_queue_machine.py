@@ -20,12 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.tidemill.account_book import WEIGHTS, AccountBook
 from tests.tidemill.audit import Audit
 from tests.tidemill.factories import make_deltas, make_job, make_result, make_settings, text_of
 from tests.tidemill.servers import Server
 from tidemill.connection import connect
 from tidemill.errors import JobConflict
-from tidemill.jobs import Delta, JobId
+from tidemill.jobs import Delta, JobId, Usage
 from tidemill.moves import CancelOutcome, Claimed, FinishOutcome, JobState, Renewal, Submitted
 from tidemill.queue import Queue
 from tidemill.scripts import Move
@@ -35,10 +36,13 @@ WORKERS = st.sampled_from(["w1", "w2", "w3"])
 NAMES = st.sampled_from(["r1", "r2"])
 PRIORITIES = st.sampled_from(["high", "normal", "low"])
 TENANTS = st.sampled_from(["t1", "t2"])
+PROMPT = 5
+PROMPTS = st.sampled_from([0, PROMPT])
+"""Reported by a holder that does not know the prompt yet, and by one that does."""
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Knows who should hold which job, what it has checkpointed, and how often it was answered."""
+    """Knows who should hold which job, what it has checkpointed and cost, and how often it was answered."""
 
     server: Server
 
@@ -55,6 +59,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.holders: dict[JobId, tuple[str, Claimed]] = {}
         self.past: list[tuple[str, Claimed]] = []
         self.tokens: Counter[JobId] = Counter()
+        self.accounts = AccountBook(self.sync, self.queue)
+        self.do(self.queue.set_weight("t2", WEIGHTS["t2"]))
 
     def do(self, move: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(move)
@@ -72,6 +78,8 @@ class QueueMachine(RuleBasedStateMachine):
         (outcome,) = self.do(self.queue.submit([job], reply_to=name))
         expected = {None: Submitted.CREATED, JobState.DONE: Submitted.DONE}.get(before, Submitted.LIVE)
         assert outcome is expected
+        if outcome is Submitted.CREATED:
+            self.accounts.open(job_id, priority, tenant)
         self.submitted.add(job_id)
         self.names.setdefault(job_id, set()).add(name)
 
@@ -144,26 +152,36 @@ class QueueMachine(RuleBasedStateMachine):
         return self.holders.get(job.job_id) == (worker, job)
 
     @precondition(lambda self: self.holders or self.past)
-    @rule(data=st.data(), sizes=st.lists(st.integers(1, 3), max_size=3), times=st.integers(1, 2))
-    def renew(self, data: st.DataObject, sizes: list[int], times: int) -> None:
+    @rule(
+        data=st.data(), sizes=st.lists(st.integers(1, 3), max_size=3), times=st.integers(1, 2), prompt=PROMPTS
+    )
+    def renew(self, data: st.DataObject, sizes: list[int], times: int, prompt: int) -> None:
         worker, job = data.draw(st.sampled_from(self.holdings()))
         start = self.tokens[job.job_id]
-        renewal = Renewal(job.job_id, job.attempt, make_deltas(*sizes, start=start))
+        renewal = Renewal(job.job_id, job.attempt, make_deltas(*sizes, start=start), prompt)
         held = self.holds(worker, job)
         for _ in range(times):
             outcome = self.do(self.queue.renew(worker, [renewal]))
             assert (job.job_id in outcome.lost) is not held
-        self.tokens[job.job_id] += sum(sizes) if held else 0
+        if held:
+            self.checkpointed(job.job_id, sum(sizes), prompt)
+
+    def checkpointed(self, job_id: JobId, size: int, prompt: int) -> None:
+        self.tokens[job_id] += size
+        if self.tokens[job_id]:
+            self.accounts.serve(job_id, prompt + 2 * self.tokens[job_id])
 
     @precondition(lambda self: self.holders or self.past)
-    @rule(data=st.data(), times=st.integers(1, 2))
-    def finish(self, data: st.DataObject, times: int) -> None:
+    @rule(data=st.data(), times=st.integers(1, 2), size=st.integers(0, 3))
+    def finish(self, data: st.DataObject, times: int, size: int) -> None:
         worker, job = data.draw(st.sampled_from(self.holdings()))
-        result = make_result(job.job_id, f"by {worker} at {job.attempt}")
+        usage = Usage(prompt_tokens=PROMPT, completion_tokens=self.tokens[job.job_id] + size)
+        result = make_result(job.job_id, f"by {worker} at {job.attempt}", usage=usage)
         held = self.holds(worker, job)
         outcome = self.do(self.queue.finish(worker, job.attempt, result))
         if held:
             assert outcome is FinishOutcome.OK
+            self.accounts.serve(job.job_id, PROMPT + 2 * usage.completion_tokens)
             self.drop(job.job_id)
         else:
             assert outcome is not FinishOutcome.OK
@@ -173,16 +191,17 @@ class QueueMachine(RuleBasedStateMachine):
             )
 
     @precondition(lambda self: self.holders or self.past)
-    @rule(data=st.data(), size=st.integers(0, 2))
-    def release(self, data: st.DataObject, size: int) -> None:
+    @rule(data=st.data(), size=st.integers(0, 2), prompt=PROMPTS)
+    def release(self, data: st.DataObject, size: int, prompt: int) -> None:
         worker, job = data.draw(st.sampled_from(self.holdings()))
         sizes = [size] if size else []
-        renewal = Renewal(job.job_id, job.attempt, make_deltas(*sizes, start=self.tokens[job.job_id]))
+        deltas = make_deltas(*sizes, start=self.tokens[job.job_id])
+        renewal = Renewal(job.job_id, job.attempt, deltas, prompt)
         held = self.holds(worker, job)
         lost = self.do(self.queue.release(worker, [renewal]))
         if held:
             assert not lost
-            self.tokens[job.job_id] += size
+            self.checkpointed(job.job_id, size, prompt)
             self.drop(job.job_id)
 
     @rule(worker=WORKERS)
@@ -216,6 +235,10 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         assert Audit(self.sync, self.queue.keys.prefix).run() == []
+
+    @invariant()
+    def every_charge_is_exact(self) -> None:
+        self.accounts.check()
 
     @invariant()
     def depth_is_exact(self) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
@@ -24,6 +24,7 @@ from tidemill.queue import Queue
 from tidemill_worker.admission import Admission, ModelLimits
 from tidemill_worker.answers import Answers
 from tidemill_worker.engine import EngineStats, StepOutput
+from tidemill_worker.engine_thread import SteppedEngine
 from tidemill_worker.generation import Marks
 from tidemill_worker.grammar import GrammarCompiler
 from tidemill_worker.held import HeldJob
@@ -318,12 +319,18 @@ def opener(place: Place, *, lease: float = 30.0) -> OpenQueue:
     return open_queue
 
 
+class FreeableEngine(SteppedEngine, Protocol):
+    """An engine that a test may hold up."""
+
+    def free(self) -> None:
+        """Hold it up no longer."""
+
+
 @dataclass
 class RunningWorker:
-    """A service in this process, on a real queue, with a fake engine."""
+    """A service in this process, on a real queue, with an engine that has no model."""
 
     service: Service
-    engine: FakeEngine
     metrics: Metrics
     task: asyncio.Task[bool]
 
@@ -339,8 +346,9 @@ async def running_worker(
     place: Place,
     *,
     name: str = "w1",
-    engine: FakeEngine | None = None,
+    engine: FreeableEngine | None = None,
     capacity: int = 8,
+    claim_ahead: int = 0,
     lease: float = 30.0,
     renewal: float = 0.1,
     grace_period: float = 10.0,
@@ -353,6 +361,7 @@ async def running_worker(
         ServiceConfig(
             worker=name,
             capacity=capacity,
+            claim_ahead=claim_ahead,
             lease=lease,
             renewal=renewal,
             stream_interval=0.02,
@@ -367,7 +376,7 @@ async def running_worker(
         observer=metrics,
     )
     metrics.watch(lambda: service.engine.stats)
-    worker = RunningWorker(service, engine, metrics, asyncio.create_task(service.run()))
+    worker = RunningWorker(service, metrics, asyncio.create_task(service.run()))
     try:
         yield worker
     finally:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.params import SamplingParams
-from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
+from tidemill_scheduler import RestoreCosts, Scheduler, SchedulerConfig, SequenceId, StepPlan
 from tidemill_worker.engine import Engine, StepOutput
 from tidemill_worker.generation import Generation
 from tidemill_worker.request import Grammar, OpenChoice, Request
@@ -51,6 +51,7 @@ class Script:
     plans: list[StepPlan] = field(default_factory=list)
     masks: list[list[int]] = field(default_factory=list)
     """What the grammars allowed, row by row."""
+    costs: RestoreCosts = field(default_factory=RestoreCosts)
 
     def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> Step:
         self.plans.append(plan)
@@ -133,6 +134,7 @@ def make_request(
     stop: str | None = None,
     grammar: Grammar | None = None,
     resumed: Sequence[int] = (),
+    deadline: float | None = None,
     **params: Any,
 ) -> Request:
     """A request for `params["n"]` generations; stop string, grammar and earlier tokens are the first's."""
@@ -141,7 +143,7 @@ def make_request(
         OpenChoice(0, Letters(stop), grammar, tuple(resumed)),
         *(OpenChoice(index, Letters()) for index in range(1, wanted.n)),
     ]
-    return Request(name, prompt, wanted, 0, choices)
+    return Request(name, prompt, wanted, 0, choices, deadline=deadline)
 
 
 def script(engine: Engine) -> Script:

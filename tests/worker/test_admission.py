@@ -141,6 +141,49 @@ def test_a_deadline_counts_from_the_claim() -> None:
     assert admission.hold(make_claim()).deadline is None
 
 
+def test_a_request_has_the_deadline_of_its_job() -> None:
+    admission = make_admission(clock=lambda: 100.0)
+    request = prepare(make_claim(claimed_ms=3_500, deadline_ms=5_000), admission)
+    assert isinstance(request, Request)
+    assert request.deadline == 101.5
+
+
+def test_a_job_that_is_late_is_answered_at_once_with_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is its prompt tokenized, nor a grammar compiled."""
+    now = 100.0
+    admission = make_admission(clock=lambda: now)
+    monkeypatch.setattr(admission.tokenizer, "prompt_token_ids", lambda *_, **__: 1 / 0)
+    ended = {"finish_reason": FinishReason.STOP, "stop_reason": "x"}
+    deltas = (
+        Delta(index=0, choice=1, token_ids=(word("A"), word("B")), text="AB"),
+        Delta(index=2, choice=0, token_ids=(word("C"),), text="C", **ended),
+        Delta(index=3, choice=1, token_ids=(word("ð"),), text=""),
+    )
+    params = {"n": 3, "temperature": 1.0, "structured_outputs": {"regex": "["}}
+    claim = make_claim(make_job(deadline=4.0, params=params), deadline_ms=5_000, checkpoint=deltas)
+    held = admission.hold(claim)
+    now = 101.5
+    result = admission.prepare(claim, held)
+    assert isinstance(result, Result)
+    assert result.status is Status.EXPIRED
+    assert result.error is not None
+    assert (result.error.code, result.error.field) == (ErrorCode.DEADLINE_EXCEEDED, "deadline")
+    assert result.error.message == "deadline: 4 s passed before the job finished"
+    assert [choice.text for choice in result.choices] == ["C", "AB", ""]
+    assert [choice.finish_reason for choice in result.choices] == ["stop", "expired", "expired"]
+    assert [len(choice.token_ids) for choice in result.choices] == [1, 3, 0]
+    assert result.usage.completion_tokens == 4
+
+
+def test_a_late_job_with_a_checkpoint_that_cannot_be_its_own_is_told() -> None:
+    admission = make_admission(clock=lambda: 100.0)
+    claim = make_claim(deadline_ms=3_500, checkpoint=(Delta(index=0, choice=2, token_ids=(60,), text="A"),))
+    result = prepare(claim, admission)
+    assert isinstance(result, Result)
+    assert result.error is not None
+    assert result.error.message.startswith("checkpoint: a generation 2")
+
+
 def word(text: str) -> int:
     token_id: int = make_tokenizer()._backend.token_to_id(text)
     return token_id

@@ -12,6 +12,7 @@ from tests.worker.scripted import Ranked, ranked
 from tidemill.errors import ErrorCode, InvalidJob
 from tidemill.jobs import ErrorInfo, FinishReason, Result, Status, Usage
 from tidemill_worker.answers import Answers
+from tidemill_worker.engine import DEADLINE_PASSED
 from tidemill_worker.held import HeldJob
 from tidemill_worker.request import Ending
 from tidemill_worker.token_logprobs import on_wire
@@ -21,6 +22,7 @@ AnswerOf = Callable[[HeldJob], Result]
 ANSWERS = Answers(model=MODEL, worker="w1")
 LAST = make_output("job/1", marks=MARKS)
 REFUSAL = InvalidJob("model: wrong", field="model", limit="m", code=ErrorCode.MODEL_MISMATCH)
+LATE = replace(LAST, error=DEADLINE_PASSED)
 BROKEN = replace(LAST, error=ErrorInfo(code=ErrorCode.INTERNAL, message="no token"))
 
 
@@ -38,11 +40,12 @@ def half_done() -> HeldJob:
     [
         (ANSWERS.cancelled, Status.CANCELLED, FinishReason.CANCELLED),
         (ANSWERS.expired, Status.EXPIRED, FinishReason.EXPIRED),
+        (lambda held: ANSWERS.generated(held, LATE), Status.EXPIRED, FinishReason.EXPIRED),
         (lambda held: ANSWERS.refused(held, REFUSAL), Status.FAILED, FinishReason.ERROR),
         (lambda held: ANSWERS.broken(held, KeyError("x")), Status.FAILED, FinishReason.ERROR),
         (lambda held: ANSWERS.generated(held, BROKEN), Status.FAILED, FinishReason.ERROR),
     ],
-    ids=["cancelled", "expired", "refused", "broken", "no token"],
+    ids=["cancelled", "late", "late in the engine", "refused", "broken", "no token"],
 )
 def test_what_had_ended_keeps_its_reason_and_the_rest_says_what_cut_it_short(
     answer: AnswerOf, status: Status, reason: FinishReason

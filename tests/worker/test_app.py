@@ -9,10 +9,13 @@ import pytest
 
 from tests.worker.factories import FakeEngine, Place, make_limits, make_stats, make_tokenizer, opener
 from tests.worker.model.factories import make_tiny_llama
+from tests.worker.sizes import make_sizing
 from tidemill.errors import ConfigurationError
+from tidemill_scheduler import PreemptionMode, RestoreCosts
 from tidemill_worker.app import (
     HealthProbe,
     ServedModel,
+    _told,
     build_model,
     build_service,
     rehearse,
@@ -24,33 +27,31 @@ from tidemill_worker.metrics import Metrics
 from tidemill_worker.settings import load_settings
 
 
-def test_the_context_defaults_to_the_models() -> None:
-    config = scheduler_config(load_settings(), context=2048, num_blocks=100)
-    assert (config.max_model_len, config.block_size, config.max_num_seqs) == (2048, 16, 64)
-    config = scheduler_config(load_settings({"max_model_len": 512}), context=2048, num_blocks=100)
-    assert config.max_model_len == 512
+def test_the_sizes_reach_the_scheduler() -> None:
+    settings = load_settings({"preemption_mode": "swap", "swap_space": 0.5, "enable_prefix_caching": False})
+    sizing = make_sizing(settings, num_blocks=100)
+    config = scheduler_config(settings, sizing)
+    assert (config.num_blocks, config.num_swap_blocks) == (100, sizing.num_swap_blocks)
+    assert (config.max_model_len, config.block_size) == (2048, 16)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (6, 512)
+    assert config.preemption_mode is PreemptionMode.SWAP
+    assert not config.enable_prefix_caching
+
+
+def test_sizes_that_the_scheduler_cannot_work_with_are_named() -> None:
+    settings = load_settings({"enable_chunked_prefill": False, "max_num_batched_tokens": 512})
+    with pytest.raises(ConfigurationError, match=r"^max_num_batched_tokens is 512, must"):
+        scheduler_config(settings, make_sizing(settings, num_blocks=100))
 
 
 @pytest.mark.parametrize(
-    ("flags", "num_blocks", "named"),
-    [
-        ({"max_model_len": 4096}, 100, "max_model_len=4096: the model's context is 2048"),
-        ({"kv_cache_memory": 0.001}, 0, "kv_cache_memory: not even one block of 16 tokens"),
-        ({"enable_chunked_prefill": False}, 100, "max_num_batched_tokens is 512"),
-    ],
+    ("setting", "where"), [("kv_cache_memory", "on cpu"), ("swap_space", "of CPU memory")]
 )
-def test_settings_that_do_not_go_with_the_model_are_named(
-    flags: dict[str, object], num_blocks: int, named: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{named}"):
-        scheduler_config(load_settings(flags), context=2048, num_blocks=num_blocks)
-
-
-def test_a_cache_larger_than_the_machine_is_refused(tmp_path: Path) -> None:
+def test_memory_beyond_the_machine_is_refused(setting: str, where: str, tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path)
     make_tokenizer()._backend.save(str(folder / "tokenizer.json"))
-    flags = {"model": str(folder), "device": "cpu", "served_model_name": "tiny", "kv_cache_memory": 1e6}
-    with pytest.raises(ConfigurationError, match=r"^kv_cache_memory: cannot take 1000000\.0 GiB on cpu$"):
+    flags = {"model": str(folder), "device": "cpu", "served_model_name": "tiny", setting: 1e6}
+    with pytest.raises(ConfigurationError, match=rf"^{setting}: cannot take 1000000\.0 GiB {where}$"):
         build_model(load_settings(flags))
 
 
@@ -62,6 +63,7 @@ def test_two_starts_are_two_workers(place: Place) -> None:
         tokenizer=tokenizer,
         grammars=GrammarCompiler(tokenizer, limits.end_of_text),
         limits=limits,
+        sizing=make_sizing(load_settings({"max_num_seqs": 5})),
         fingerprint="f",
         device="cpu",
         dtype="float32",
@@ -69,7 +71,7 @@ def test_two_starts_are_two_workers(place: Place) -> None:
     services = [build_service(load_settings(), model, opener(place), Metrics("tiny")) for _ in range(2)]
     names = {service._config.worker for service in services}
     assert len(names) == 2
-    assert all(service._config.capacity == 64 + 8 for service in services)
+    assert all(service._config.capacity == 5 + 8 for service in services)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,34 @@ def test_a_model_is_built_from_its_folder(tmp_path: Path) -> None:
 
     assert (model.device, model.dtype) == ("cpu", "float32")
     bytes_per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, width, float32
-    assert model.engine.scheduler.config.num_blocks == 2**30 // (16 * bytes_per_token)
+    config = model.engine.scheduler.config
+    assert config.num_blocks == model.sizing.num_blocks == 2**30 // (16 * bytes_per_token)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.num_swap_blocks) == (64, 512, 0)
     assert model.limits.max_model_len == 512
     assert model.engine.stats().generation_tokens == 0
     model.engine.scheduler.check_integrity()
+
+
+def test_a_swap_space_is_built_and_measured(tmp_path: Path) -> None:
+    """What restoring costs is known before the first job, and not what the scheduler would assume."""
+    folder = make_tiny_llama(tmp_path)
+    make_tokenizer()._backend.save(str(folder / "tokenizer.json"))
+    flags = {"model": str(folder), "device": "cpu", "served_model_name": "tiny", "swap_space": 0.25}
+
+    model = build_model(load_settings(flags | {"kv_cache_memory": 0.01}))
+
+    engine = model.engine
+    assert engine.scheduler.config.num_swap_blocks == 2**28 // (16 * 3 * 2 * 2 * 16 * 4)
+    assert model.sizing.swap_tokens == 16 * engine.scheduler.config.num_swap_blocks
+    assert engine.runner.costs != RestoreCosts()
+
+
+def test_a_start_says_what_was_chosen_and_why() -> None:
+    told = _told(make_sizing(load_settings({"swap_space": 0})).choices)
+    assert told == {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "swap_space": 0.0,
+        "reasons": "max_num_seqs: the most on CPU; the KV cache has room for 91 sequences of 256 tokens;"
+        " max_num_batched_tokens: the default on CPU; swap_space: as it was set",
+    }

@@ -9,6 +9,7 @@ import pytest
 from tests.worker.scripted import EOS, Spelling, make_engine, make_request, ranked, run, script, text, tokens
 from tidemill.errors import ErrorCode, InvalidJob
 from tidemill.jobs import FinishReason
+from tidemill_scheduler import RestoreCosts
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,15 @@ def test_marks_are_in_order_and_counters_count() -> None:
     assert marks.added < marks.scheduled < marks.first_token < marks.finished
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.generation_tokens, stats.num_running) == (3, 2, 0)
+
+
+def test_the_scheduler_goes_by_the_costs_measured_last() -> None:
+    engine = make_engine()
+    engine.add(make_request("x"))
+    for seconds in (0.25, 0.5):
+        script(engine).costs = RestoreCosts(seconds_per_token=seconds, seconds_per_block=2.0)
+        engine.step()
+        assert engine.scheduler.costs == script(engine).costs
 
 
 def test_nothing_to_do_runs_nothing() -> None:

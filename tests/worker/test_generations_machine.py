@@ -1,9 +1,10 @@
-"""Jobs of several generations on small engines: cancelled, lost, preempted and resumed at any step, each
-generation is what the model says of it, and everything stored of it is there once."""
+"""Jobs of several generations on small engines: cancelled, late, lost, preempted and resumed at any step,
+each generation is what the model says of it, and everything stored of it is there once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import settings
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
 from tests.worker.factories import MODEL, make_admission, make_claim, make_job, make_limits, make_tokenizer
-from tests.worker.scripted import Script, ranked
+from tests.worker.scripted import Script, Step, ranked
 from tidemill.jobs import Delta, FinishReason, Job, Result, Status
 from tidemill.moves import Renewal
-from tidemill_scheduler import Scheduler, SchedulerConfig
-from tidemill_worker.answers import Answers
+from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
+from tidemill_worker.answers import CUT_SHORT, Answers
 from tidemill_worker.engine import Engine
 from tidemill_worker.generation import Generation
 from tidemill_worker.held import HeldJob, HeldJobs
@@ -38,7 +39,28 @@ def said(prompt: int, choice: int, position: int) -> int:
     return END if dice % 11 == 0 else 70 + dice % 180
 
 
+@dataclass
+class Time:
+    """Seconds that pass by a rule of their own."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
 class Model(Script):
+    """Computes nothing that is late."""
+
+    clock: Time = field(default_factory=Time)
+
+    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> Step:
+        for row in plan.rows:
+            deadline = generations[row.sequence].owner.request.deadline
+            assert deadline is None or deadline > self.clock()
+        return super().run(plan, generations)
+
     def _next(self, generation: Generation) -> int:
         return said(generation.token_ids[0], generation.choice, generation.num_output_tokens)
 
@@ -48,6 +70,8 @@ class Story:
     """One job, and what the queue has of it."""
 
     job: Job
+    deadline: float | None = None
+    """By the machine's clock."""
     attempt: int = 0
     held: HeldJob | None = None
     stored: list[Delta] = field(default_factory=list)
@@ -82,7 +106,11 @@ class GenerationsMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
         )
-        self.engine = Engine(Model({}), Scheduler(config), frozenset({END}))
+        self.clock = Time()
+        self.admission = replace(ADMISSION, clock=self.clock)
+        self.engine = Engine(
+            Model({}, clock=self.clock), Scheduler(config), frozenset({END}), clock=self.clock
+        )
         self.held = HeldJobs()
         self.all: dict[str, Story] = {}
 
@@ -95,20 +123,36 @@ class GenerationsMachine(RuleBasedStateMachine):
         priority=st.sampled_from(["high", "normal", "low"]),
         logprobs=st.none() | st.integers(0, 2),
         prompt_logprobs=st.none() | st.integers(0, 2),
+        deadline=st.none() | st.integers(1, 9),
     )
-    def submit(self, *, prompt: int, length: int, priority: str, **params: Any) -> Story:
+    def submit(
+        self, *, prompt: int, length: int, priority: str, deadline: int | None, **params: Any
+    ) -> Story:
         tokens = [prompt, *range(100, 99 + length)]
-        job = make_job(None, prompt_token_ids=tokens, priority=priority, params={"temperature": 1.0} | params)
-        self.all[job.id] = story = Story(job)
+        job = make_job(
+            None,
+            prompt_token_ids=tokens,
+            priority=priority,
+            deadline=deadline,
+            params={"temperature": 1.0} | params,
+        )
+        self.all[job.id] = story = Story(job, None if deadline is None else self.clock() + deadline)
         self.claim(story)
         return story
 
     def claim(self, story: Story) -> None:
         story.attempt += 1
-        claim = make_claim(story.job, attempt=story.attempt, checkpoint=tuple(story.stored))
-        story.held = ADMISSION.hold(claim)
+        claim = make_claim(
+            story.job,
+            attempt=story.attempt,
+            checkpoint=tuple(story.stored),
+            claimed_ms=int(1000 * self.clock()),
+            submitted_ms=0,
+            deadline_ms=None if story.deadline is None else int(1000 * story.deadline),
+        )
+        story.held = self.admission.hold(claim)
         self.held.hold(story.held)
-        prepared = ADMISSION.prepare(claim, story.held)
+        prepared = self.admission.prepare(claim, story.held)
         if isinstance(prepared, Request):
             self.engine.add(prepared)
         else:
@@ -126,7 +170,14 @@ class GenerationsMachine(RuleBasedStateMachine):
         story = self.all[held.id]
         assert story.result is None
         story.result = Result.from_wire(result.to_wire())
+        if result.status is Status.EXPIRED:
+            assert story.deadline is not None
+            assert story.deadline <= self.clock()
         self.held.forget(held.request_id)
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
 
     @rule(reply_lost=st.booleans())
     def renew(self, reply_lost: bool) -> None:
@@ -169,7 +220,8 @@ def check(story: Story) -> None:
     assert result is not None
     assert prompt is not None
     assert len(result.choices) == params.n
-    assert result.usage.prompt_tokens == len(prompt)
+    if result.status is not Status.EXPIRED:  # then it may never have been tokenized
+        assert result.usage.prompt_tokens == len(prompt)
     for choice in result.choices:
         line = [said(prompt[0], choice.index, position) for position in range(params.max_tokens)]
         whole = line[: line.index(END) + 1] if END in line else line
@@ -178,7 +230,7 @@ def check(story: Story) -> None:
             assert list(choice.token_ids) == whole
             assert choice.finish_reason == ("stop" if END in line else "length")
         else:
-            assert choice.finish_reason == {"cancelled": "cancelled", "failed": "error"}[result.status]
+            assert choice.finish_reason == CUT_SHORT[result.status]
         entries = (ranked(token, params.logprobs or 0) for token in choice.token_ids)
         said_of_them = on_wire(entries, TOKENIZER.token_text)
         assert choice.logprobs == (None if params.logprobs is None else said_of_them)

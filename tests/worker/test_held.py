@@ -218,8 +218,13 @@ def test_a_job_claimed_again_supersedes_the_old_attempt() -> None:
     assert (renewal.attempt, renewal.deltas) == (2, (make_delta(0, 9),))
 
 
-def test_deadlines_end_live_jobs_only() -> None:
-    early, late, ended = (make_held(name, deadline=at) for name, at in (("a", 5.0), ("b", 9.0), ("c", 1.0)))
-    held = holding(early, late, ended, make_held("d"))
-    held.end(ended.request_id)
-    assert held.overdue(5.0) == [early.request_id]
+def test_renewals_say_how_long_the_prompt_is() -> None:
+    """Its tenant is charged for it with the first token, not only when the job has ended."""
+    job = make_held()
+    held = holding(job)
+    [early] = held.renewals(everything=True)
+    job.num_prompt_tokens = 7
+    [late] = held.renewals(everything=True)
+
+    assert (early.prompt_tokens, late.prompt_tokens) == (0, 7)
+    assert [renewal.prompt_tokens for renewal in held.live_renewals()] == [7]

@@ -47,7 +47,6 @@ def make_keeper(queue: SilentQueue, failures: list[str]) -> LeaseKeeper:
         stream_interval=0.01,
         on_lost=failures.append,
         on_cancelled=failures.append,
-        on_overdue=failures.append,
         on_failure=lambda: failures.append("failed"),
     )
 

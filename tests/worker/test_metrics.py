@@ -148,6 +148,38 @@ def test_the_engine_is_read_when_asked() -> None:
     assert value(metrics, "vllm:num_requests_running") == 0
 
 
+def test_preemptions_and_swapped_blocks_are_told_apart() -> None:
+    metrics = Metrics("tiny")
+    metrics.watch(
+        lambda: make_stats(
+            num_preemptions=5, num_swap_preemptions=3, blocks_swapped_out=40, blocks_swapped_in=30
+        )
+    )
+    by_kind = [
+        value(metrics, "tidemill_preemptions_by_kind_total", kind=kind) for kind in ("swap", "recompute")
+    ]
+    assert by_kind == [3, 2]
+    assert value(metrics, "tidemill_preemptions_total") == sum(by_kind)
+    assert value(metrics, "tidemill_swapped_blocks_total", direction="out") == 40
+    assert value(metrics, "tidemill_swapped_blocks_total", direction="in") == 30
+
+
+def test_hits_in_the_swap_space_are_those_of_an_outer_tier() -> None:
+    """As in vLLM, the outer tier is asked for what the inner one does not have, and each counts its hits."""
+    metrics = Metrics("tiny")
+    metrics.watch(
+        lambda: make_stats(prefix_query_tokens=100, prefix_hit_tokens=70, swap_hit_tokens=30, swap_usage=0.75)
+    )
+    for inner, outer in (
+        ("vllm:prefix_cache", "vllm:external_prefix_cache"),
+        ("tidemill_prefix_cache", "tidemill_swap_cache"),
+    ):
+        inner_counts = value(metrics, f"{inner}_queries_total"), value(metrics, f"{inner}_hits_total")
+        outer_counts = value(metrics, f"{outer}_queries_total"), value(metrics, f"{outer}_hits_total")
+        assert (inner_counts, outer_counts) == ((100, 40), (60, 30))
+    assert value(metrics, "tidemill_swap_usage_ratio") == 0.75
+
+
 def test_claims_and_their_time_in_the_queue_are_counted() -> None:
     metrics = Metrics("tiny")
     metrics.claimed([make_held("a", queued=1.5), make_held("b", queued=2.0)])

@@ -133,19 +133,6 @@ async def test_a_running_job_can_be_cancelled(place: Place, client: Client) -> N
         assert value(worker.metrics, "vllm:request_success_total", finished_reason="abort") == 1
 
 
-async def test_a_deadline_passes_in_mid_generation(place: Place, client: Client) -> None:
-    """It is an error of its own, not a short generation of finish_reason length."""
-    job = make_job(deadline=0.4, params={"max_tokens": 50})
-    engine = FakeEngine(paced=True)
-    async with running_worker(place, engine=engine):
-        await client.submit(job)
-        engine.allow(3)
-        result = await result_of(client, job)
-    assert (result.status, result.finish_reason) == (Status.EXPIRED, FinishReason.EXPIRED)
-    assert result.error is not None
-    assert (result.error.code, result.error.limit) == (ErrorCode.DEADLINE_EXCEEDED, 0.4)
-
-
 async def test_only_as_much_is_claimed_as_there_is_room_for(place: Place, client: Client) -> None:
     jobs = [make_job(f"Mill {n}") for n in range(20)]
     async for _ in client.submit_many(jobs):

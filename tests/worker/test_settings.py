@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.errors import ConfigurationError
+from tidemill_scheduler import PreemptionMode
 from tidemill_worker.settings import WorkerSettings, load_settings
 
 
@@ -44,6 +45,8 @@ def test_redis_url_is_read_from_the_usual_variable(monkeypatch: pytest.MonkeyPat
         ("enable_prefix_caching", "perhaps", "boolean"),
         ("queue", "two words", "match pattern"),
         ("log_level", "loud", "'debug'"),
+        ("swap_space", "-1", "greater than or equal to 0"),
+        ("preemption_mode", "drop", "'auto', 'swap' or 'recompute'"),
     ],
 )
 @pytest.mark.parametrize("source", ["flag", "variable"])
@@ -109,6 +112,13 @@ def test_a_folder_serves_under_its_name(tmp_path: Path) -> None:
     folder.mkdir()
     assert load_settings({"model": str(folder)}).queue_name == "my-model"
     assert load_settings({"model": str(tmp_path / "tiny.Q4.gguf")}).model_name == "tiny.Q4"
+
+
+def test_sizes_are_left_open_unless_they_are_set() -> None:
+    settings = load_settings()
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens, settings.swap_space) == (None, None, None)
+    assert settings.preemption_mode is PreemptionMode.AUTO
+    assert load_settings({"preemption_mode": "swap"}).preemption_mode is PreemptionMode.SWAP
 
 
 def test_settings_are_frozen_and_all_described() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.worker.factories import MODEL, make_admission, make_claim, make_job, make_limits
 from tests.worker.scripted import Step
 from tidemill.jobs import Result, Timings
-from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
+from tidemill_scheduler import RestoreCosts, Scheduler, SchedulerConfig, SequenceId, StepPlan
 from tidemill_worker.answers import Answers
 from tidemill_worker.engine import Engine
 from tidemill_worker.generation import Generation
@@ -33,6 +33,7 @@ class SlowRunner:
     """Takes a second for each token that it computes."""
 
     time: Time
+    costs: RestoreCosts = field(default_factory=RestoreCosts)
 
     def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> Step:
         self.time.now += plan.num_tokens

@@ -1,10 +1,40 @@
--- Giving jobs to a worker, and giving the same ones again when it repeats the question.
+-- Giving jobs to a worker, giving the same ones again when it repeats the question, and keeping what
+-- it has generated.
+
+-- Stores deltas given as (first token, number of tokens, JSON) in ARGV[from..to]. An entry's id is
+-- the number of tokens up to its end, so that a repeat is recognised and a reader can seek.
+-- Returns false at a gap, or if a foreign hand was in the stream: the holder and the checkpoint have
+-- parted ways.
+local function store(job, from, to)
+  local tokens = number(job.tokens)
+  for i = from, to, 3 do
+    local first, last = tonumber(ARGV[i]), ARGV[i] + ARGV[i + 1]
+    if first > tokens then return false end
+    if first == tokens then
+      local added = redis.pcall('XADD', K.deltas .. job.id, last .. '-0', E.delta, ARGV[i + 2])
+      if type(added) == 'table' then return false end
+      tokens = last
+    end
+  end
+  if tokens > number(job.tokens) then set(job, {tokens = tokens}) end
+  return true
+end
+
+-- What a holder reports of its job: the tokens of its prompt (0 if it does not know them yet), and
+-- deltas. The prompt was served once something has come of it.
+local function checkpoint(job, prompt, from, to)
+  if not store(job, from, to) then return false end
+  local tokens = number(job.tokens)
+  if tokens > 0 then charge(job, units(amount(prompt), tokens)) end
+  return true
+end
 
 -- Makes the worker the holder and returns the reply for it.
 local function hand_over(job, worker)
   set(job, {
     state = 'running', worker = worker, attempt = number(job.attempt) + 1,
     base = number(job.tokens), claimed = NOW, released = false,
+    promised = promise(job),
   })
   redis.call('ZADD', K.leases, NOW + C.lease, job.id)
   redis.call('ZREM', K.deadlines, job.id)

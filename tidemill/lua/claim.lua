@@ -38,16 +38,16 @@ local function since(lane)
   return first
 end
 
--- The least served tenant of a priority whose jobs this worker understands.
+-- The tenant of a priority that was served least, and whose jobs this worker understands.
 local function least_served(priority)
   local best
   for written = 1, version do
     local kind = written .. ':' .. priority
     local head = redis.call('ZRANGE', K.active .. kind, 0, 0, 'WITHSCORES')
-    local tenant, turn = head[1], tonumber(head[2])
-    if tenant and (not best or turn < best.turn) then
+    local tenant, service = head[1], tonumber(head[2])
+    if tenant and (not best or service < best.service) then
       best = {
-        priority = priority, tenant = tenant, turn = turn,
+        priority = priority, tenant = tenant, service = service,
         active = K.active .. kind, lane = kind .. ':' .. tenant,
       }
     end
@@ -127,12 +127,6 @@ local function serve(candidate)
   idle(candidate)
 end
 
-local function charge(candidate)
-  redis.call('HSET', K.clock, candidate.priority, candidate.turn)
-  redis.call('PEXPIRE', K.clock, C.result_ttl)
-  redis.call('ZADD', candidate.active, 'XX', 'INCR', share(candidate.tenant), candidate.tenant)
-end
-
 local replies = answered('claim', worker, request)
 if replies then return replies end
 
@@ -145,7 +139,7 @@ while #replies < room and patience > 0 do
   if not candidate then break end
   local reply = serve(candidate)
   if reply then
-    charge(candidate)
+    redis.call('HSET', K.clock, candidate.priority, read_account(candidate.lane).served)
     replies[#replies + 1] = reply
   end
 end

@@ -13,9 +13,9 @@ end
 local lost = {}
 local i = 3
 while i <= #ARGV do
-  local id, attempt, last = ARGV[i], ARGV[i + 1], i + 2 + 3 * ARGV[i + 2]
+  local id, attempt, prompt, last = ARGV[i], ARGV[i + 1], ARGV[i + 2], i + 3 + 3 * ARGV[i + 3]
   local job = load(id)
-  if held_by(job, worker, attempt) and checkpoint(job, i + 3, last) then
+  if held_by(job, worker, attempt) and checkpoint(job, prompt, i + 4, last) then
     if job.cancel then cancel(job) else release(job, attempt) end
   elseif not (job and job.released == token_of(worker, attempt)) then
     lost[#lost + 1] = id

@@ -14,7 +14,7 @@ from itertools import chain
 import structlog
 
 from tidemill.errors import ErrorCode, InvalidJob
-from tidemill.jobs import Delta, FinishReason, Job, Priority, Result
+from tidemill.jobs import Delta, FinishReason, Job, Priority, Result, TokenLogprobs
 from tidemill.moves import Claimed
 from tidemill.params import SamplingParams
 from tidemill_worker.answers import Answers
@@ -97,6 +97,8 @@ class Admission:
     def _prepare(self, claimed: Claimed, held: HeldJob) -> Request | Result:
         job = held.job = Job.from_wire(claimed.payload)
         params = job.params
+        if held.deadline is not None and held.deadline <= self.clock():
+            return self._expired(claimed, held, params)
         self._check_model(job)
         self._check_vocabulary(params)
         prompt = self.tokenizer.prompt_token_ids(job, capacity=self.limits.capacity)
@@ -117,7 +119,20 @@ class Admission:
             bad_words=bad_words,
             priority=PRIORITIES[job.priority],
             salt=job.tenant.encode(),
+            deadline=held.deadline,
         )
+
+    def _expired(self, claimed: Claimed, held: HeldJob, params: SamplingParams) -> Result:
+        """The answer to a job that came too late, with what earlier attempts have stored of it.
+
+        That is taken as it is: to replay it would take tokenizing and compiling.
+        """
+        self._check_checkpoint(params, claimed.checkpoint)
+        for index in range(params.n):
+            deltas = _deltas_of(claimed, index)
+            text = "".join(delta.text for delta in deltas)
+            held.resume(index, _tokens(deltas), text, _logprobs(deltas), _stored_ending(deltas))
+        return self.answers.expired(held)
 
     def _open_choices(
         self, claimed: Claimed, held: HeldJob, params: SamplingParams, prompt: Sequence[int]
@@ -142,8 +157,8 @@ class Admission:
         """
         token_ids: list[int] = []
         ending = None
-        deltas = [delta for delta in claimed.checkpoint if delta.choice == choice.index]
-        stored = list(chain.from_iterable(delta.token_ids for delta in deltas))
+        deltas = _deltas_of(claimed, choice.index)
+        stored = _tokens(deltas)
         for token in stored:
             token_ids.append(token)
             ending = ending_after(token, len(token_ids), params, self.limits.end_of_text, choice)
@@ -151,9 +166,9 @@ class Admission:
                 break
         else:
             ending = ending or _stored_ending(deltas)
-        logprobs = list(chain.from_iterable(delta.logprobs for delta in deltas))
+        logprobs = _logprobs(deltas)[: len(token_ids)]
         text = choice.output_text.take() if ending is None else choice.output_text.close()
-        held.resume(choice.index, token_ids, text, logprobs[: len(token_ids)], ending, len(stored))
+        held.resume(choice.index, token_ids, text, logprobs, ending, len(stored))
         choice.output_token_ids = tuple(token_ids)
         return ending
 
@@ -230,6 +245,18 @@ class Admission:
                 limit=room,
                 code=code,
             )
+
+
+def _deltas_of(claimed: Claimed, choice: int) -> list[Delta]:
+    return [delta for delta in claimed.checkpoint if delta.choice == choice]
+
+
+def _tokens(deltas: Sequence[Delta]) -> list[int]:
+    return list(chain.from_iterable(delta.token_ids for delta in deltas))
+
+
+def _logprobs(deltas: Sequence[Delta]) -> list[TokenLogprobs]:
+    return list(chain.from_iterable(delta.logprobs for delta in deltas))
 
 
 def _stored_ending(deltas: Sequence[Delta]) -> Ending | None:

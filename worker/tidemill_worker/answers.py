@@ -29,7 +29,9 @@ class Answers:
     worker: str
 
     def generated(self, held: HeldJob, output: StepOutput) -> Result:
-        """The engine has finished: with all generations, or with an error on this job alone."""
+        """The engine has finished: with all generations, at the deadline, or with an error on this job."""
+        if output.expired:
+            return self.expired(held, output.marks)
         return self._result(
             held,
             Status.SUCCEEDED if output.error is None else Status.FAILED,
@@ -57,14 +59,14 @@ class Answers:
         info = ErrorInfo(code=ErrorCode.CANCELLED, message="the job was cancelled while it ran")
         return self._result(held, Status.CANCELLED, error=info)
 
-    def expired(self, held: HeldJob) -> Result:
-        """The deadline passed while the job ran; it keeps the text generated so far."""
+    def expired(self, held: HeldJob, marks: Marks | None = None) -> Result:
+        """The deadline passed while the job waited or ran; it keeps the text generated so far."""
         limit = held.job.deadline if held.job else None
         message = "the deadline passed before the job finished"
         if limit is not None:
             message = f"deadline: {limit:g} s passed before the job finished"
         info = ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message=message, field="deadline", limit=limit)
-        return self._result(held, Status.EXPIRED, error=info)
+        return self._result(held, Status.EXPIRED, timings=_timings(held, marks), error=info)
 
     def _result(
         self,

@@ -9,12 +9,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -37,19 +37,16 @@ from tidemill_worker.recorder import CONCURRENCY, pauses
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.service import Service, ServiceConfig
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
+from tidemill_worker.sizing import GIB, Choice, Sizing, defaults_of, kv_cache_memory, size
 from tidemill_worker.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-    from tidemill_worker.model.kv_cache import KVCacheSpec
-
 MAX_STEP_SECONDS = 120.0
 """A step that takes longer than this hangs; the slowest on record took a few."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 """How much of a file goes into the fingerprint: 4 MiB."""
-CPU_KV_CACHE_MEMORY = 1.0
-"""GiB for the KV cache on CPU, unless the settings say otherwise."""
 CONNECTIONS = CONCURRENCY + 4
 """Of the I/O loop: results on their way, a claim, the card, and some to spare."""
 
@@ -62,6 +59,7 @@ class ServedModel:
     tokenizer: Tokenizer
     grammars: GrammarCompiler
     limits: ModelLimits
+    sizing: Sizing
     fingerprint: str
     device: str
     dtype: str
@@ -93,8 +91,10 @@ def serve(settings: WorkerSettings) -> bool:
             dtype=model.dtype,
             seconds=round(time.monotonic() - started, 1),
             max_model_len=model.limits.max_model_len,
-            kv_cache_tokens=model.limits.max_total_tokens,
+            kv_cache_tokens=model.sizing.kv_cache_tokens,
+            swap_tokens=model.sizing.swap_tokens,
         )
+        structlog.get_logger().info("sized", **_told(model.sizing.choices))
         service = build_service(settings, model, open_queue, metrics)
         metrics.watch(lambda: service.engine.stats)
         probe.service = service
@@ -102,6 +102,12 @@ def serve(settings: WorkerSettings) -> bool:
             return asyncio.run(_run(service))
         finally:
             model.grammars.close()
+
+
+def _told(choices: Mapping[str, Choice[Any]]) -> dict[str, object]:
+    """Values and reasons, for one line of the log."""
+    reasons = "; ".join(f"{name}: {choice.reason}" for name, choice in choices.items())
+    return {name: choice.value for name, choice in choices.items()} | {"reasons": reasons}
 
 
 def build_model(settings: WorkerSettings) -> ServedModel:
@@ -113,27 +119,31 @@ def build_model(settings: WorkerSettings) -> ServedModel:
     from tidemill_worker.model.architecture import context_length, vocabulary_size
     from tidemill_worker.model.device import choose_device, choose_dtype, gpu_obstacle, machine_facts
     from tidemill_worker.model.kv_cache import KVCacheSpec
-    from tidemill_worker.model.loader import end_of_text_tokens, load_model, stored_dtype
+    from tidemill_worker.model.loader import end_of_text_tokens, load_config, load_model, stored_dtype
     from tidemill_worker.model.runner import ModelRunner
-    from tidemill_worker.model.survey import survey
 
     transformers_logging.disable_progress_bar()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device, settings.dtype, obstacle=gpu_obstacle())
     folder = _locate(settings)
-    dtype = choose_dtype(settings.dtype, device, stored=stored_dtype(folder))
-    model = load_model(folder, device=device, dtype=dtype)
-    spec = KVCacheSpec.for_layers(survey(model), block_size=settings.block_size, dtype=dtype)
-    config = scheduler_config(
+    dtype = choose_dtype(settings.dtype, device, stored=stored_dtype(load_config(folder)))
+    loaded = load_model(folder, device=device, dtype=dtype)
+    model = loaded.model
+    sizing = size(
         settings,
+        KVCacheSpec.for_layers(loaded.layers, block_size=settings.block_size, dtype=dtype),
         context=context_length(model.config),
-        num_blocks=spec.num_blocks_in(_kv_cache_memory(settings, device)),
+        kv_cache_memory=_kv_cache_memory(settings, device),
+        defaults=defaults_of(device.type),
     )
+    config = scheduler_config(settings, sizing)
     end_of_text = end_of_text_tokens(model)
     tokenizer = Tokenizer.from_pretrained(folder, vocab_size=vocabulary_size(model))
-    runner = ModelRunner(model, _allocate(spec, config.num_blocks, device))
+    runner = ModelRunner(model, *_allocate(sizing, device))
     rehearse(Engine(runner, Scheduler(config), end_of_text), tokenizer)
+    if config.num_swap_blocks:
+        runner.measure_costs(config.max_num_batched_tokens)
     release_threads()  # those of this thread; the engine will run on one of its own
     return ServedModel(
         engine=Engine(runner, Scheduler(config), end_of_text),
@@ -145,6 +155,7 @@ def build_model(settings: WorkerSettings) -> ServedModel:
             max_total_tokens=config.kv_cache_tokens,
             end_of_text=end_of_text,
         ),
+        sizing=sizing,
         fingerprint=_fingerprint(folder, str(dtype), *machine_facts(device)),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -163,17 +174,27 @@ def _kv_cache_memory(settings: WorkerSettings, device: torch.device) -> int:
     """Bytes for the KV cache; the model is on the device already."""
     from tidemill_worker.model.device import gpu_kv_cache_memory
 
-    if settings.kv_cache_memory is None and device.type == "cuda":
-        return gpu_kv_cache_memory(device, settings.gpu_memory_utilization)
-    return int((settings.kv_cache_memory or CPU_KV_CACHE_MEMORY) * 2**30)
+    memory = kv_cache_memory(settings, defaults_of(device.type))
+    return gpu_kv_cache_memory(device, settings.gpu_memory_utilization) if memory is None else memory
 
 
-def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
+def _allocate(sizing: Sizing, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KV cache and the swap space."""
+    from tidemill_worker.model.device import place
+
+    spec = sizing.spec
+    with _taking("kv_cache_memory", sizing.num_blocks * spec.bytes_per_block, f"on {place(device)}"):
+        kv_cache = spec.allocate(sizing.num_blocks, device)
+    with _taking("swap_space", sizing.num_swap_blocks * spec.bytes_per_block, "of CPU memory"):
+        return kv_cache, spec.allocate_swap_space(sizing.num_swap_blocks, device)
+
+
+@contextmanager
+def _taking(setting: str, memory: int, where: str) -> Iterator[None]:
     try:
-        return spec.allocate(num_blocks, device)
+        yield
     except RuntimeError as error:  # also CUDA's own error, which is one
-        size = num_blocks * spec.bytes_per_block / 2**30
-        raise ConfigurationError(f"kv_cache_memory: cannot take {size:.1f} GiB on {device}") from error
+        raise ConfigurationError(f"{setting}: cannot take {memory / GIB:.1f} GiB {where}") from error
 
 
 def rehearse(engine: Engine, tokenizer: Tokenizer) -> None:
@@ -187,28 +208,21 @@ def rehearse(engine: Engine, tokenizer: Tokenizer) -> None:
         engine.step()
 
 
-def scheduler_config(settings: WorkerSettings, *, context: int, num_blocks: int) -> SchedulerConfig:
-    """The scheduler's limits for a model with this context length.
+def scheduler_config(settings: WorkerSettings, sizing: Sizing) -> SchedulerConfig:
+    """The scheduler's limits.
 
     Raises:
-        ConfigurationError: naming the setting that does not go with the model.
+        ConfigurationError: naming the setting that does not go with the others or with the model.
     """
-    if settings.max_model_len is not None and settings.max_model_len > context:
-        raise ConfigurationError(
-            f"max_model_len={settings.max_model_len}: the model's context is {context} tokens"
-        )
-    if num_blocks < 1:
-        raise ConfigurationError(
-            f"kv_cache_memory: not even one block of {settings.block_size} tokens fits;"
-            " give it more, or on a GPU raise gpu_memory_utilization"
-        )
     try:
         return SchedulerConfig(
-            num_blocks=num_blocks,
-            max_model_len=settings.max_model_len or context,
+            num_blocks=sizing.num_blocks,
+            num_swap_blocks=sizing.num_swap_blocks,
+            preemption_mode=settings.preemption_mode,
+            max_model_len=sizing.max_model_len,
             block_size=settings.block_size,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=sizing.max_num_seqs.value,
+            max_num_batched_tokens=sizing.max_num_batched_tokens.value,
             enable_prefix_caching=settings.enable_prefix_caching,
             enable_chunked_prefill=settings.enable_chunked_prefill,
         )
@@ -225,7 +239,8 @@ def build_service(
     return Service(
         ServiceConfig(
             worker=worker,
-            capacity=settings.max_num_seqs + settings.claim_ahead,
+            capacity=model.sizing.max_num_seqs.value + settings.claim_ahead,
+            claim_ahead=settings.claim_ahead,
             lease=settings.lease,
             renewal=settings.renewal_interval,
             stream_interval=settings.stream_interval,

@@ -14,10 +14,16 @@ from tidemill_worker.flags import with_setting_flags
 from tidemill_worker.logs import configure_logs
 from tidemill_worker.settings import load_settings
 
+PLANNED = (
+    *("model", "served_model_name", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "kv_cache_memory", "gpu_memory_utilization", "swap_space", "preemption_mode"),
+    "enable_chunked_prefill",
+)
+"""The worker's settings that decide over memory."""
 MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 
-@with_setting_flags
+@with_setting_flags()
 def worker(**flags: object) -> None:
     """Serve a queue with a model until SIGTERM or Ctrl-C.
 
@@ -30,6 +36,35 @@ def worker(**flags: object) -> None:
     from tidemill_worker.app import serve
 
     raise typer.Exit(ExitCode.OK if serve(settings) else ExitCode.FAILED)
+
+
+@with_setting_flags(only=PLANNED)
+def plan(
+    *,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="GIB", help="Memory of the GPU, in GiB; without it: a worker on CPU."),
+    ] = None,
+    mean_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, metavar="TOKENS", help="Tokens of an ordinary job, prompt and output. [default: 256]"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **flags: object,
+) -> None:
+    """Work out what a model leaves room for, and the settings that go with it.
+
+    Neither the model's weights nor a GPU are needed: a folder with a config.json is enough, or the
+    file itself. The other options are the worker's, and mean the same.
+    """
+    settings = load_settings(flags)
+    from tidemill_worker.capacity import plan_capacity, report
+
+    capacity = plan_capacity(settings, gpu_memory=gpu_memory, mean_length=mean_length)
+    for line in [json.dumps(capacity.figures)] if as_json else report(capacity):
+        typer.echo(line)
 
 
 def demo(

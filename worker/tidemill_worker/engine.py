@@ -1,7 +1,7 @@
 """The engine: continuous batching, one step at a time.
 
-`Engine.step` is the whole product in four lines: schedule, run, update, answer. It owns no clock,
-no thread, no socket and no tensor; the service calls it in a loop.
+`Engine.step` is the whole product in five lines: end what is late, schedule, run, update, answer. It
+owns no clock, no thread, no socket and no tensor; the service calls it in a loop.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from typing import Protocol
 from tidemill.errors import ErrorCode, InvalidJob
 from tidemill.jobs import ErrorInfo, FinishReason
 from tidemill.params import SamplingParams
-from tidemill_scheduler import NeverFits, Scheduler, SequenceId, StepPlan
+from tidemill_scheduler import NeverFits, RestoreCosts, Scheduler, SequenceId, StepPlan
 from tidemill_scheduler import Sequence as ScheduledSequence
+from tidemill_worker.deadlines import Deadlines
 from tidemill_worker.generation import Generation, Marks, OpenRequest, RankedToken
 from tidemill_worker.request import Ending, OpenChoice, Request, ending_after, ignores_end_of_text
+
+DEADLINE_PASSED = ErrorInfo(
+    code=ErrorCode.DEADLINE_EXCEEDED,
+    message="the deadline passed before the request finished",
+    field="deadline",
+)
 
 
 class StepTokens(Protocol):
@@ -39,8 +46,12 @@ class StepTokens(Protocol):
 class Runner(Protocol):
     """Executes a plan on the model; see `tidemill_worker.model.runner`."""
 
+    @property
+    def costs(self) -> RestoreCosts:
+        """What computing and copying take here, as measured last."""
+
     def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> StepTokens:
-        """Compute the rows of `plan` and draw the tokens that follow on them."""
+        """Copy the blocks, compute the rows of `plan` and draw the tokens that follow on them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class StepOutput:
     """Set when this is the generation's last output."""
     stop_reason: str | int | None = None
     error: ErrorInfo | None = None
-    """Why the whole request ends here, without a result."""
+    """Why the whole request ends here, without all that was asked for."""
     marks: Marks | None = None
     """Set, like the rest, when this is the request's last output."""
     prompt_logprobs: tuple[RankedToken, ...] | None = None
@@ -68,6 +79,11 @@ class StepOutput:
         """Whether nothing more will come for this request."""
         return self.marks is not None or self.error is not None
 
+    @property
+    def expired(self) -> bool:
+        """Whether the request ends here because its deadline has passed."""
+        return self.error is not None and self.error.code is ErrorCode.DEADLINE_EXCEEDED
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -76,14 +92,20 @@ class EngineStats:
     num_running: int
     num_waiting: int
     kv_usage: float
+    swap_usage: float
     num_preemptions: int
+    num_swap_preemptions: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    swap_hit_tokens: int
+    """Those of `prefix_hit_tokens` that were found in the swap space."""
     recomputed_tokens: int
     prompt_tokens: int
     generation_tokens: int
     num_steps: int
-    """Steps that computed something."""
+    """Steps that computed or copied something."""
 
 
 @dataclass
@@ -96,6 +118,7 @@ class Engine:
     clock: Callable[[], float] = time.monotonic
     _requests: dict[str, OpenRequest] = field(default_factory=dict)
     _generations: dict[SequenceId, Generation] = field(default_factory=dict)
+    _deadlines: Deadlines = field(default_factory=Deadlines)
     _num_added: int = 0
     _prompt_tokens: int = 0
     _generation_tokens: int = 0
@@ -118,28 +141,35 @@ class Engine:
         for choice in request.choices or (None,):
             self._begin(owner, choice)
         self._requests[request.id] = owner
+        if request.deadline is not None:
+            self._deadlines.add(request.id, request.deadline)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds; unknown ones are none of our business."""
         owner = self._requests.pop(request_id, None)
+        self._deadlines.discard(request_id)
         if owner is not None:
             for sequence_id in owner.generations:
                 del self._generations[sequence_id]
                 self.scheduler.finish(sequence_id)
 
     def step(self) -> list[StepOutput]:
-        """Run one step; return what it brought to each generation that got a token."""
+        """Run one step; return what it brought to each generation that got a token, or came to its end.
+
+        What is late when the step begins ends before it costs anything.
+        """
+        expired = self._expire(self.clock())
+        self.scheduler.costs = self.runner.costs
         plan = self.scheduler.schedule()
         if plan.is_empty:
-            return []
+            return expired
         self._mark_scheduled(plan)
         result = self.runner.run(plan, self._generations)
         self.scheduler.update(plan.step_id, result.tokens)
         self._num_steps += 1
         self._collect_prompt_logprobs(plan, result)
-        return [
-            self._advance(sequence, result) for sequence in result.tokens if sequence in self._generations
-        ]
+        advanced = (sequence for sequence in result.tokens if sequence in self._generations)
+        return expired + [self._advance(sequence, result) for sequence in advanced]
 
     def check_integrity(self) -> None:
         """Compare the scheduler's books with each other; for idle moments.
@@ -156,9 +186,14 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             kv_usage=scheduler.kv_usage,
+            swap_usage=scheduler.swap_usage,
             num_preemptions=scheduler.num_preemptions,
+            num_swap_preemptions=scheduler.num_swap_preemptions,
+            blocks_swapped_out=scheduler.num_blocks_swapped_out,
+            blocks_swapped_in=scheduler.num_blocks_swapped_in,
             prefix_query_tokens=scheduler.num_prefix_query_tokens,
             prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            swap_hit_tokens=scheduler.num_swap_hit_tokens,
             recomputed_tokens=scheduler.num_recomputed_tokens,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
@@ -176,6 +211,7 @@ class Engine:
             token_ids=[*request.prompt_token_ids, *(choice.output_token_ids if choice else ())],
             num_prompt_tokens=num_prompt_tokens,
             priority=request.priority,
+            deadline=request.deadline,
             salt=request.salt,
             max_total_tokens=num_prompt_tokens + (params.max_tokens if choice else 1),
             fork_of=first,
@@ -192,6 +228,22 @@ class Engine:
     def _end_tokens(self, params: SamplingParams, choice: OpenChoice | None) -> frozenset[int]:
         goes_on = ignores_end_of_text(params, choice.grammar if choice else None)
         return frozenset(params.stop_token_ids).union(() if goes_on else self.end_of_text)
+
+    def _expire(self, now: float) -> list[StepOutput]:
+        """End all that goes on of each request whose deadline has passed, with the text so far."""
+        outputs: list[StepOutput] = []
+        for request_id in self._deadlines.pop_due(now):
+            late = tuple(self._requests[request_id].generations.values())
+            outputs += [self._cut_short(generation) for generation in late]
+            outputs[-1] = replace(outputs[-1], error=DEADLINE_PASSED)
+        return outputs
+
+    def _cut_short(self, generation: Generation) -> StepOutput:
+        choice = generation.open_choice
+        output = StepOutput(generation.owner.request.id, (), "", generation.choice)
+        if choice is None:
+            return self._close(generation, output)
+        return self._end(generation, choice, output, Ending(FinishReason.EXPIRED))
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         for row in plan.rows:
@@ -254,6 +306,7 @@ class Engine:
         if owner.generations:
             return output
         del self._requests[owner.request.id]
+        self._deadlines.discard(owner.request.id)
         wanted = generation.params.prompt_logprobs is not None
         return replace(
             output,

@@ -43,7 +43,8 @@ class HeldJob:
     queued: float = 0.0
     """Seconds from submission to the claim, by Redis's clock."""
     deadline: float | None = None
-    """When its answer becomes worthless, by the monotonic clock."""
+    """When its answer becomes worthless, by the monotonic clock. The engine ends it then, or whoever
+    prepares it, if it has not come so far."""
     job: Job | None = None
     """What was asked for; `None` until the payload is decoded."""
     num_prompt_tokens: int = 0
@@ -236,17 +237,8 @@ class HeldJobs:
                 if job is not None:
                     job.confirm(renewal.deltas)
 
-    def overdue(self, now: float) -> list[RequestId]:
-        """Jobs still running whose deadline has passed."""
-        with self._lock:
-            return [
-                job.request_id
-                for job in self._jobs.values()
-                if job.deadline is not None and job.deadline <= now and not job.ended
-            ]
-
 
 def _renewal(job: HeldJob, pieces: Sequence[Piece]) -> Renewal:
     """Outside the lock: with logprobs, this takes a microsecond for each."""
     deltas = tuple(piece.delta(job.token_text) for piece in pieces)
-    return Renewal(job_id=job.id, attempt=job.attempt, deltas=deltas)
+    return Renewal(job.id, job.attempt, deltas, prompt_tokens=job.num_prompt_tokens)

@@ -14,6 +14,7 @@ from tidemill.jobs import Priority, Result
 from tidemill.moves import Claimed
 from tidemill.queue import Queue
 from tidemill_worker.admission import PRIORITIES, Admission
+from tidemill_worker.engine import EngineStats
 from tidemill_worker.held import HeldJob, HeldJobs
 from tidemill_worker.recorder import pauses
 from tidemill_worker.request import Request
@@ -37,10 +38,12 @@ class Intake:
     Args:
         capacity: generations held at once, running and prepared; no more jobs are claimed when there
             are so many. A job's number of them is known once it is decoded.
+        claim_ahead: how many of these the engine is not meant to run yet.
+        stats: the engine's state after its last step.
         reclaim_interval: seconds between looks for jobs whose worker has gone.
         submit, abort: hand a request to the engine, and take it back.
         answer: hands over the result of a job that never reaches the engine.
-        changed: set whenever a job ends, so that there may be room.
+        changed: set whenever there may be more room: a job has ended, or the engine took some in.
         claimed: told of the jobs just claimed.
     """
 
@@ -52,6 +55,8 @@ class Intake:
         *,
         worker: str,
         capacity: int,
+        claim_ahead: int,
+        stats: Callable[[], EngineStats],
         reclaim_interval: float,
         submit: Callable[[Request], None],
         abort: Callable[[str], None],
@@ -64,6 +69,8 @@ class Intake:
         self._held = held
         self._worker = worker
         self._capacity = capacity
+        self._claim_ahead = claim_ahead
+        self._stats = stats
         self._reclaim_interval = reclaim_interval
         self._submit = submit
         self._abort = abort
@@ -72,6 +79,7 @@ class Intake:
         self._claimed = claimed
         self._next_reclaim = 0.0
         self._slow: asyncio.Queue[tuple[Claimed, HeldJob]] = asyncio.Queue()
+        self._turn = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._log = structlog.get_logger()
 
@@ -91,17 +99,41 @@ class Intake:
 
     async def run_slow(self) -> None:
         """Prepare, one by one until cancelled, the claimed jobs that would hold up the others."""
-        while True:
-            claimed, job = await self._slow.get()
-            if not job.ended:
-                await self._prepare_one(claimed, job)
+        async with asyncio.TaskGroup() as slow:
+            while True:
+                slow.create_task(self._prepare_in_turn(*await self._slow.get()))
+
+    async def _prepare_in_turn(self, claimed: Claimed, job: HeldJob) -> None:
+        """No two at once; but one whose deadline passes before its turn comes needs none to be answered."""
+        try:
+            async with asyncio.timeout_at(job.deadline):  # the loop goes by the monotonic clock too
+                await self._turn.acquire()
+        except TimeoutError:
+            await self._prepare_one(claimed, job)
+            return
+        try:
+            await self._prepare_one(claimed, job)
+        finally:
+            self._turn.release()
 
     @property
     def room(self) -> int:
         """Jobs that may be claimed now; none while results pile up that cannot be recorded."""
         if self._held.num_unrecorded >= self._capacity:
             return 0
-        return max(0, self._capacity - self._held.num_generations)
+        return max(0, self._places - self._held.num_generations)
+
+    @property
+    def _places(self) -> int:
+        """Generations of use here now: an engine that lets some wait has no place for more.
+
+        Whether it lacks slots, tokens or memory is all the same, and so is whether those that wait are
+        new or were preempted: what it cannot run is better left to other workers.
+        """
+        stats = self._stats()
+        if stats.num_waiting == 0:
+            return self._capacity
+        return min(self._capacity, stats.num_running + self._claim_ahead)
 
     async def _until_reachable(self) -> None:
         for pause in pauses():
@@ -129,12 +161,13 @@ class Intake:
 
     async def _claim_urgent(self) -> Sequence[Claimed]:
         """No more than there are jobs that can make way for them, and a few at a time."""
-        held = self._held.num_by_priority
-        lowest = max(held, key=PRIORITIES.__getitem__, default=Priority.HIGH)
-        places = self._capacity + max(1, self._capacity // URGENT_PART) - self._held.num_live
+        held = sorted(self._held.num_by_priority.elements(), key=PRIORITIES.__getitem__)
+        served = held[: self._places]  # with those next in turn
+        lowest = served[-1] if served else Priority.HIGH
+        room = self._capacity + max(1, self._capacity // URGENT_PART) - self._held.num_live
         if lowest is Priority.HIGH or self._held.num_unrecorded >= self._capacity:
             return ()
-        return await self._queue.claim(self._worker, min(places, held[lowest]), above=lowest)
+        return await self._queue.claim(self._worker, min(room, served.count(lowest)), above=lowest)
 
     async def _reclaim_if_due(self, room: int) -> Sequence[Claimed]:
         now = time.monotonic()
@@ -160,7 +193,8 @@ class Intake:
                 await self._prepare_one(one, job)
 
     async def _prepare_one(self, claimed: Claimed, job: HeldJob) -> None:
-        self._hand_over(job, await asyncio.to_thread(self._admission.prepare, claimed, job))
+        if not job.ended:
+            self._hand_over(job, await asyncio.to_thread(self._admission.prepare, claimed, job))
 
     def _hand_over(self, job: HeldJob, prepared: Request | Result) -> None:
         if isinstance(prepared, Result):
@@ -168,7 +202,7 @@ class Intake:
                 self._answer(job, prepared)
             return
         self._submit(prepared)
-        if job.ended:  # while it was being prepared: lost, cancelled or overdue
+        if job.ended:  # while it was being prepared: lost or cancelled
             self._abort(job.request_id)
 
     async def _unless_stopped(self, waiting: Awaitable[Any], *, timeout: float | None = None) -> None:

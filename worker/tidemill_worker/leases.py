@@ -33,7 +33,7 @@ class LeaseKeeper:
         worker: the name the leases are held under.
         interval: seconds between renewals of all jobs.
         stream_interval: seconds between checkpoints of streamed jobs.
-        on_lost, on_cancelled, on_overdue: called on this thread, one job at a time.
+        on_lost, on_cancelled: called on this thread, one job at a time.
         on_failure: called on this thread, once, if it ends by an error.
     """
 
@@ -47,7 +47,6 @@ class LeaseKeeper:
         stream_interval: float,
         on_lost: Callable[[RequestId], None],
         on_cancelled: Callable[[RequestId], None],
-        on_overdue: Callable[[RequestId], None],
         on_failure: Callable[[], None],
     ) -> None:
         self._open_queue = open_queue
@@ -57,7 +56,6 @@ class LeaseKeeper:
         self._stream_interval = min(stream_interval, interval)
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
-        self._on_overdue = on_overdue
         self._on_failure = on_failure
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidemill-leases", daemon=True)
@@ -95,8 +93,6 @@ class LeaseKeeper:
             next_full = time.monotonic() + self._interval
             while not self._stopping.is_set():
                 now = time.monotonic()
-                for overdue in self._held.overdue(now):
-                    self._on_overdue(overdue)
                 full = now >= next_full
                 if await self._renew(queue, everything=full) and full:
                     next_full = now + self._interval

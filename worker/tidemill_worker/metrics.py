@@ -37,15 +37,18 @@ REQUEST_BUCKETS = (
 )
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-GAUGES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+Read = Callable[[EngineStats], float]
+GAUGES: tuple[tuple[str, str | None, str, Read], ...] = (
     ("tidemill_requests_running", "vllm:num_requests_running", "Requests in the running batch.",
      lambda stats: stats.num_running),
     ("tidemill_requests_waiting", "vllm:num_requests_waiting", "Requests waiting in the engine.",
      lambda stats: stats.num_waiting),
     ("tidemill_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.",
      lambda stats: stats.kv_usage),
+    ("tidemill_swap_usage_ratio", None, "Share of the swap space that preempted requests will need again.",
+     lambda stats: stats.swap_usage),
 )  # fmt: skip
-COUNTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+COUNTERS: tuple[tuple[str, str | None, str, Read], ...] = (
     ("tidemill_preemptions", "vllm:num_preemptions", "Times a running request lost its KV blocks.",
      lambda stats: stats.num_preemptions),
     ("tidemill_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of requests that got a first token.",
@@ -55,10 +58,24 @@ COUNTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     ("tidemill_prefix_cache_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.",
      lambda stats: stats.prefix_query_tokens),
     ("tidemill_prefix_cache_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache.",
-     lambda stats: stats.prefix_hit_tokens),
+     lambda stats: stats.prefix_hit_tokens - stats.swap_hit_tokens),
+    ("tidemill_swap_cache_queries", "vllm:external_prefix_cache_queries",
+     "Tokens not found in the prefix cache, and looked up in the swap space.",
+     lambda stats: stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.swap_hit_tokens),
+    ("tidemill_swap_cache_hits", "vllm:external_prefix_cache_hits", "Tokens found in the swap space.",
+     lambda stats: stats.swap_hit_tokens),
     ("tidemill_recomputed_tokens", "vllm:prompt_tokens_recomputed",
      "Tokens computed once more after a preemption.",
      lambda stats: stats.recomputed_tokens),
+)  # fmt: skip
+LABELLED_COUNTERS: tuple[tuple[str, str, str, Mapping[str, Read]], ...] = (
+    ("tidemill_preemptions_by_kind", "Preemptions by what restores the request: its blocks, or computing.",
+     "kind",
+     {"swap": lambda stats: stats.num_swap_preemptions,
+      "recompute": lambda stats: stats.num_preemptions - stats.num_swap_preemptions}),
+    ("tidemill_swapped_blocks", "KV blocks copied to the swap space (out) and back (in).",
+     "direction",
+     {"out": lambda stats: stats.blocks_swapped_out, "in": lambda stats: stats.blocks_swapped_in}),
 )  # fmt: skip
 HISTOGRAMS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ttft": ("tidemill_time_to_first_token_seconds", "vllm:time_to_first_token_seconds",
@@ -99,18 +116,21 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for names_and_help in GAUGES:
-            *names, text, value = names_and_help
-            for name in names:
-                gauge = GaugeMetricFamily(str(name), str(text), labels=LABELS)
+        for tidemill, vllm, text, value in GAUGES:
+            for name in filter(None, (tidemill, vllm)):
+                gauge = GaugeMetricFamily(name, text, labels=LABELS)
                 gauge.add_metric(self._labels, value(stats))
                 yield gauge
-        for names_and_help in COUNTERS:
-            *names, text, value = names_and_help
-            for name in names:
-                counter = CounterMetricFamily(str(name), str(text), labels=LABELS)
+        for tidemill, vllm, text, value in COUNTERS:
+            for name in filter(None, (tidemill, vllm)):
+                counter = CounterMetricFamily(name, text, labels=LABELS)
                 counter.add_metric(self._labels, value(stats))
                 yield counter
+        for name, text, label, values in LABELLED_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=(*LABELS, label))
+            for kind, value in values.items():
+                counter.add_metric((*self._labels, kind), value(stats))
+            yield counter
 
 
 class Metrics:

@@ -76,6 +76,8 @@ class Request:
     """What `params.bad_words` are in tokens."""
     priority: int = 1
     salt: bytes = b""
+    deadline: float | None = None
+    """When the answer becomes worthless, in seconds of the engine's clock."""
 
 
 @dataclass(frozen=True)

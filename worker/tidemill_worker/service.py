@@ -3,7 +3,7 @@
     I/O loop (main thread)      engine thread           lease thread
     claim ─ prepare ─ submit ─► add, step ─► outputs
                                     │ tokens ─► held jobs ─► renew with checkpoints
-    record ◄─ result ◄─ writer ◄────┘                      ─► cancelled, lost, overdue
+    record ◄─ result ◄─ writer ◄────┘                      ─► cancelled, lost
 
 The engine thread never waits for Redis. Stop order: claim nothing more; let run what ends within
 the grace period; stop the engine; record what is finished; hand back the rest; close.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,6 +61,8 @@ class ServiceConfig:
     """Name the leases are held under; unique per start of a process."""
     capacity: int
     """Generations in the engine or on their way to it, from which on no more jobs are claimed."""
+    claim_ahead: int
+    """Those of them that are to be ready for the next free place; see `Intake`."""
     lease: float
     renewal: float
     stream_interval: float
@@ -98,12 +100,12 @@ class Service:
             stream_interval=config.stream_interval,
             on_lost=self._lose,
             on_cancelled=self._cancel,
-            on_overdue=self._expire,
             on_failure=self._fail,
         )
         self._log = structlog.get_logger()
         # One with many logprobs takes a second, in which steps go on.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tidemill-writer")
+        self._num_waiting = 0
         self._drain = asyncio.Event()
         self._release = asyncio.Event()
         self._failed = False
@@ -160,6 +162,8 @@ class Service:
             self.held,
             worker=self._config.worker,
             capacity=self._config.capacity,
+            claim_ahead=self._config.claim_ahead,
+            stats=lambda: self.engine.stats,
             reclaim_interval=self._config.lease / 3,
             submit=self.engine.submit,
             abort=self.engine.abort,
@@ -256,6 +260,13 @@ class Service:
             self._observer.progressed(held, output)
             if output.finished:
                 self._writer.submit(self._write, held, output)
+        was_waiting, self._num_waiting = self._num_waiting, self.engine.stats.num_waiting
+        if self._num_waiting < was_waiting:
+            self._wake_intake()
+
+    def _wake_intake(self) -> None:
+        """Any thread: there may be room for more jobs."""
+        self._loop.call_soon_threadsafe(self._recorder.changed.set)
 
     def _write(self, held: HeldJob, output: StepOutput) -> None:
         """Writer thread: the answer of a job that the engine has finished."""
@@ -278,20 +289,14 @@ class Service:
             self._log.warning("lease_lost", job=held.id, attempt=held.attempt)
             self.engine.abort(request)
             self.held.forget(request)
-            self._loop.call_soon_threadsafe(self._recorder.changed.set)
+            self._wake_intake()
 
     def _cancel(self, request: RequestId) -> None:
-        self._cut_short(request, self._answers.cancelled)
-
-    def _expire(self, request: RequestId) -> None:
-        self._cut_short(request, self._answers.expired)
-
-    def _cut_short(self, request: RequestId, answer: Callable[[HeldJob], Result]) -> None:
         """Lease thread: end a job now, with what there is of it."""
         held = self.held.end(request)
         if held is not None:
             self.engine.abort(request)
-            self._answer(held, answer(held))
+            self._answer(held, self._answers.cancelled(held))
 
     def _fail(self) -> None:
         """Any thread: a part has broken; stop without waiting for jobs that cannot end."""

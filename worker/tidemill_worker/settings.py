@@ -7,6 +7,7 @@ with a prefix (`TIDEMILL_MAX_NUM_SEQS`). Where vLLM has the same thing, the name
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tidemill.errors import ConfigurationError
 from tidemill.schema import QUEUE_PATTERN
+from tidemill_scheduler.costs import PreemptionMode
 
 ENV_PREFIX = "TIDEMILL_"
 EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
@@ -63,16 +65,23 @@ class WorkerSettings(BaseSettings):
     """Type of weights and KV cache; `auto` is float32 on CPU, on a GPU the checkpoint's own."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus output, in tokens; default: the model's own context length."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences that run in one step at most."""
-    max_num_batched_tokens: int = Field(default=512, ge=1)
-    """Tokens computed in one step at most; prompts longer than this are taken in chunks."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences that run in one step at most; default: as many ordinary ones as the KV cache has room
+    for, up to 64 on CPU and 256 on a GPU."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step at most; prompts longer than this are taken in chunks; default: 512 on
+    CPU, 2048 on a GPU."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV cache block."""
     kv_cache_memory: float | None = Field(default=None, gt=0.0)
     """Memory for the KV cache, in GiB; default: 1 on CPU, on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory for weights and KV cache, unless kv_cache_memory is given."""
+    swap_space: float | None = Field(default=None, ge=0.0)
+    """CPU memory for KV blocks that the cache has no room for, in GiB; default: 4 on a GPU, none on CPU."""
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    """What becomes of the KV blocks of a preempted sequence: copied to the swap space, or computed again;
+    `auto` does what costs less."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of prompts that begin alike (within one tenant)."""
     enable_chunked_prefill: bool = True
@@ -128,7 +137,7 @@ class WorkerSettings(BaseSettings):
     def _consistent(self) -> Self:
         if self.renewal is not None and self.renewal > self.lease / 2:
             raise ValueError(f"renewal: {self.renewal:g} s is over half of the lease ({self.lease:g} s)")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (self.max_num_batched_tokens or math.inf) < (self.max_num_seqs or 1):
             raise ValueError(
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is below max_num_seqs"
                 f" ({self.max_num_seqs}): each running sequence needs its token"

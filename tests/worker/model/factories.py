@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tidemill.params import SamplingParams
-from tidemill_scheduler import Scheduler, SchedulerConfig, SequenceId, StepPlan
+from tidemill_scheduler import PreemptionMode, Scheduler, SchedulerConfig, SequenceId, StepPlan
 from tidemill_worker.engine import Engine, StepOutput
 from tidemill_worker.model.architecture import context_length
 from tidemill_worker.model.batch import Generations, PagedBatch
@@ -49,7 +49,7 @@ def make_tiny_llama(folder: Path, *, seed: int = 0, **overrides: object) -> Path
 
 
 def load(folder: Path) -> PreTrainedModel:
-    return load_model(folder, device=CPU, dtype=torch.float32)
+    return load_model(folder, device=CPU, dtype=torch.float32).model
 
 
 class NoText:
@@ -68,8 +68,8 @@ class NoText:
 class RecordingRunner(ModelRunner):
     """A runner that keeps the logits of every row it samples."""
 
-    def __init__(self, model: PreTrainedModel, kv_cache: torch.Tensor) -> None:
-        super().__init__(model, kv_cache)
+    def __init__(self, model: PreTrainedModel, kv_cache: torch.Tensor, swap_space: torch.Tensor) -> None:
+        super().__init__(model, kv_cache, swap_space)
         self.rows: Rows = {}
         self._generations: Generations = {}
 
@@ -96,12 +96,18 @@ class Bench:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
+    num_swap_blocks: int = 0
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
         spec = KVCacheSpec.for_layers(survey(self.model), block_size=self.block_size, dtype=torch.float32)
-        self.runner = RecordingRunner(self.model, spec.allocate(self.num_blocks, CPU).fill_(torch.nan))
+        self.runner = RecordingRunner(
+            self.model,
+            spec.allocate(self.num_blocks, CPU).fill_(torch.nan),
+            spec.allocate_swap_space(self.num_swap_blocks, CPU).fill_(torch.nan),
+        )
         config = SchedulerConfig(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -110,6 +116,8 @@ class Bench:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
+            num_swap_blocks=self.num_swap_blocks,
+            preemption_mode=self.preemption_mode,
         )
         self.engine = Engine(self.runner, Scheduler(config), frozenset())
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.worker.model.agreement import assert_agrees
 from tests.worker.model.architectures import ARCHITECTURES, Architecture
@@ -23,6 +24,9 @@ from tests.worker.model.mutations import (
     Mutation,
 )
 from tidemill.params import SamplingParams
+from tidemill_worker.model.loader import load_config, weight_bytes
+from tidemill_worker.model.outline import outline
+from tidemill_worker.model.survey import survey
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 BRIEF = SamplingParams(max_tokens=3, temperature=0.0)
@@ -101,11 +105,17 @@ def test_every_mutation_that_concerns_it_is_noticed(trial: Trial) -> None:
 
 def test_the_table_says_what_the_models_have(trial: Trial) -> None:
     """What decides over the mutations, against what the attention is really asked for."""
-    from tidemill_worker.model.survey import survey
-
     layers = survey(trial.model)
     assert {layer.window for layer in layers} - {None} == {trial.architecture.window} - {None}
     assert {layer.softcap for layer in layers} == {trial.architecture.softcap}
     assert any(layer.has_sinks for layer in layers) == trial.architecture.sinks
     tied = trial.model.config.get_text_config().tie_word_embeddings
     assert tied == trial.architecture.tied
+
+
+def test_its_configuration_alone_tells_its_layers_and_weights(trial: Trial) -> None:
+    known = outline(load_config(trial.folder), dtype=torch.float32)
+    assert known.layers == survey(trial.model)
+    plain = AutoModelForCausalLM.from_pretrained(trial.folder, dtype=torch.float32)
+    assert known.num_parameters == plain.num_parameters()
+    assert known.weight_bytes == weight_bytes(plain)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.worker.model.factories import load, make_tiny_llama
 from tidemill.errors import ConfigurationError, ModelUnsupported
 from tidemill_worker.model import checkpoint
-from tidemill_worker.model.checkpoint import locate
+from tidemill_worker.model.checkpoint import locate, locate_config
 
 
 @pytest.fixture
@@ -45,6 +45,16 @@ def pretend_to_convert(gguf: Path, folder: Path) -> None:
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert locate(str(make_tiny_llama(tmp_path / "model")), tmp_path / "cache") == tmp_path / "model"
+
+
+def test_a_configuration_is_found_where_there_is_no_more_than_that(gguf: Path, tmp_path: Path) -> None:
+    """Nothing is converted, and there need not be weights."""
+    (tmp_path / "config.json").write_text("{}")
+    assert locate_config(str(tmp_path)) == tmp_path
+    assert locate_config(str(tmp_path / "config.json")) == tmp_path
+    assert locate_config(str(gguf)) == gguf
+    with pytest.raises(ModelUnsupported, match=r"'missing\.gguf' is neither a \.gguf file nor a folder"):
+        locate_config("missing.gguf")
 
 
 @pytest.mark.parametrize("model", ["no/such/folder", "missing.gguf", "./meta-llama"])

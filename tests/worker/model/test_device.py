@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tidemill.errors import ConfigurationError
-from tidemill_worker.model.device import choose_device, choose_dtype, gpu_obstacle, kv_cache_share
+from tidemill_worker.model.device import (
+    check_room,
+    choose_device,
+    choose_dtype,
+    gpu_obstacle,
+    kv_cache_share,
+    place,
+)
 
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -93,3 +100,19 @@ def test_a_share_that_cannot_be_had_is_refused(
     with pytest.raises(ConfigurationError, match=r"^gpu_memory_utilization=") as refused:
         kv_cache_share(utilization=utilization, total=80 * GIB, free=free * GIB, weights=weights * GIB)
     assert message in str(refused.value)
+
+
+def test_weights_larger_than_the_room_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 8 * GIB))
+    check_room(7 * GIB, CUDA)
+    with pytest.raises(ConfigurationError) as refused:
+        check_room(15 * GIB, CUDA)
+    told = "model: its weights take 15.0 GiB, but only 7.0 GiB of 8.0 GiB are free on the GPU"
+    assert str(refused.value) == told
+    check_room(15 * GIB, CPU)
+
+
+def test_a_gpu_is_named_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 8 * GIB))
+    assert place(CUDA) == "cuda:0, where 7.0 GiB of 8.0 GiB are free"
+    assert place(CPU) == "cpu"

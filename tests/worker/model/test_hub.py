@@ -14,7 +14,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from tests.worker.model.factories import load, make_tiny_llama
 from tidemill.errors import ModelUnsupported
 from tidemill_worker.model import hub
-from tidemill_worker.model.checkpoint import locate
+from tidemill_worker.model.checkpoint import locate, locate_config
 from tidemill_worker.model.hub import is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -89,6 +89,13 @@ def test_an_unreachable_hub_is_said_without_a_long_wait(tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match=NOT_HERE):
         locate("someone/tiny", tmp_path)
     assert time.monotonic() - started < 20  # not minutes of retries
+
+
+def test_only_the_configuration_is_fetched_where_no_more_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(return_value="/cache/tiny")
+    monkeypatch.setattr(hub, "snapshot_download", asked)
+    assert locate_config("someone/tiny") == Path("/cache/tiny")
+    assert asked.call_args.kwargs["allow_patterns"] == ["config.json"]
 
 
 @pytest.mark.parametrize(

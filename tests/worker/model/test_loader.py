@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from tests.worker.model.agreement import assert_agrees
 from tests.worker.model.architectures import CONTEXT, VOCABULARY, Architecture
 from tests.worker.model.factories import CPU, Bench, different, load, make_tiny_llama
-from tidemill.errors import ModelUnsupported
+from tidemill.errors import ConfigurationError, ModelUnsupported
 from tidemill.params import SamplingParams
+from tidemill_worker.model import loader
 from tidemill_worker.model.architecture import context_length, vocabulary_size
-from tidemill_worker.model.loader import end_of_text_tokens, load_model, stored_dtype
+from tidemill_worker.model.loader import end_of_text_tokens, load_config, load_model, stored_dtype
 
 
 def test_half_precision_on_cpu_is_refused(tmp_path: Path) -> None:
@@ -43,6 +44,21 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str, conten
         load(folder)
     assert str(folder) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_weights_are_not_moved_to_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(weights: int, device: torch.device) -> None:
+        raise ConfigurationError(f"no room for {weights} bytes on {device}")
+
+    monkeypatch.setattr(loader, "check_room", refuse)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("they were moved"))
+    folder = make_tiny_llama(tmp_path)
+    angles = 2 * 8 * 4  # half of a head's width, once as it is and once as it was
+    weights = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    with pytest.raises(ConfigurationError, match=rf"^no room for {weights + angles} bytes on cpu$"):
+        load(folder)
 
 
 @pytest.mark.parametrize(("declared", "tokens"), [(5, {5}), ([5, 7], {5, 7})])
@@ -80,7 +96,7 @@ def assert_generates_as_stored(folder: Path) -> None:
 def test_half_precision_weights_run_as_float32_on_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_tiny_llama(tmp_path / "float32")
     AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(tmp_path / "half")
-    assert stored_dtype(tmp_path / "half") == dtype
+    assert stored_dtype(load_config(tmp_path / "half")) == dtype
     assert load(tmp_path / "half").dtype == torch.float32
     assert_generates_as_stored(tmp_path / "half")
 

@@ -70,13 +70,13 @@ def _obstacle(config: PretrainedConfig) -> str | None:
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if foreign:
         return f"it has layers of other types than full and sliding attention ({', '.join(foreign)})"
-    method = _quantization(config)
+    method = quantization(config)
     if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         return f"its weights are quantized in a way that transformers does not know ({method})"
     return None
 
 
-def _quantization(config: PretrainedConfig) -> str | None:
+def quantization(config: PretrainedConfig) -> str | None:
     """How the weights are packed. transformers takes packed numbers for weights if it knows no better."""
     stored = getattr(config, "quantization_config", None)
     return stored.get("quant_method") if isinstance(stored, Mapping) else None

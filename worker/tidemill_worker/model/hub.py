@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -24,6 +25,8 @@ FILES = (
     "chat_template*",
 )
 """What a model is loaded from; other formats of the same weights, and code, stay where they are."""
+CONFIG_FILES = ("config.json",)
+"""What it can be described by."""
 
 
 def is_hub_id(model: str) -> bool:
@@ -34,8 +37,8 @@ def is_hub_id(model: str) -> bool:
     )
 
 
-def download(model: str) -> Path:
-    """Return the folder of the client's cache that holds `model`, fetched if need be and possible.
+def download(model: str, files: Sequence[str] = FILES) -> Path:
+    """Return the folder of the client's cache that holds these files of `model`, fetched if need be.
 
     Where the cache lies, which server is asked and with what token are the client's own settings
     (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`).
@@ -44,7 +47,7 @@ def download(model: str) -> Path:
         ModelUnsupported: if it is neither here nor to be had.
     """
     try:
-        return Path(snapshot_download(model, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, allow_patterns=list(files), ignore_patterns=["*/*"]))
     except Exception as error:  # also those of the HTTP client below, which have no common base with OSError
         raise ModelUnsupported(f"model: {model!r} is no folder here, and {_reason(error)}") from error
 

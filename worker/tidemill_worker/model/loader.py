@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,27 @@ from tidemill.errors import ModelUnsupported
 from tidemill_worker.model.activation import replace_activations
 from tidemill_worker.model.architecture import check_config, check_needs_no_code, register_architectures
 from tidemill_worker.model.attention import IMPLEMENTATION, deliver_batches
+from tidemill_worker.model.device import check_room
 from tidemill_worker.model.experts import replace_experts
 from tidemill_worker.model.linear import pack_linears
 from tidemill_worker.model.probe import probe
-from tidemill_worker.model.survey import survey
+from tidemill_worker.model.survey import AttentionLayer, survey
 
 
-def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The type that the model in `folder` was stored in, if its configuration says so."""
-    dtype = _load_config(folder).dtype
-    return dtype if isinstance(dtype, torch.dtype) else None
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that has been tried out, and the layers of its attention."""
+
+    model: PreTrainedModel
+    layers: tuple[AttentionLayer, ...]
 
 
-def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def stored_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The type that the model was stored in, if its configuration says so."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else None
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Load the model in `folder` with Tidemill's attention, ready for inference, and try it out.
 
     On CPU its linear layers and activations are exchanged for ones in which each row's bits are
@@ -35,22 +44,29 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Pre
     Raises:
         ModelUnsupported: if the architecture or the combination of device and dtype is not served, or
             if the files are damaged.
+        ConfigurationError: if the weights do not fit on the device.
     """
-    config = _load_config(folder)
+    config = load_config(folder)
     check_config(config)
     if device.type == "cpu" and dtype is not torch.float32:
         raise ModelUnsupported(f"dtype: on CPU the model runs in float32, not {dtype}")
     register_architectures()
     model = _load_weights(folder, config, dtype)
     model.eval().requires_grad_(False)
+    check_room(weight_bytes(model), device)
     torch.nn.Module.to(model, device)
     deliver_batches(model)
-    with _refused("model: its forward fails"):
-        survey(model)
+    with refused("model: its forward fails"):
+        layers = survey(model)
         if device.type == "cpu":
             _make_rowwise(model)
-        probe(model)
-    return model
+        probe(model, layers)
+    return LoadedModel(model, layers)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """What the weights of `model` take, shared ones counted once, and the tables beside them."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _make_rowwise(model: PreTrainedModel) -> None:
@@ -70,18 +86,27 @@ def end_of_text_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(declared if isinstance(declared, list) else [declared])
 
 
-def _load_config(folder: Path) -> PretrainedConfig:
-    with _refused(f"model: {folder} cannot be loaded"):
-        stored, _ = PretrainedConfig.get_config_dict(folder)
-        check_needs_no_code(stored)
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+def load_config(place: Path) -> PretrainedConfig:
+    """The configuration of the model in a folder, or in a .gguf file.
+
+    Raises:
+        ModelUnsupported: if it cannot be read, or needs code of its own.
+    """
+    config: PretrainedConfig
+    with refused(f"model: {place} cannot be loaded"):
+        if place.suffix == ".gguf" and place.is_file():
+            config = AutoConfig.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)
+        else:
+            stored, _ = PretrainedConfig.get_config_dict(place)
+            check_needs_no_code(stored)
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     return config
 
 
 def _load_weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     model: PreTrainedModel
     info: dict[str, Any]
-    with _refused(f"model: {folder} cannot be loaded"):
+    with refused(f"model: {folder} cannot be loaded"):
         model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # not only a model
             folder,
             config=config,
@@ -113,7 +138,7 @@ def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
+def refused(what: str) -> Iterator[None]:
     """Say in one line what went wrong in transformers; there is no telling which exception it will be."""
     try:
         yield

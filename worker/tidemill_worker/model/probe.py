@@ -23,7 +23,7 @@ from tidemill_worker.model.batch import Generations, PagedBatch, build_batch
 from tidemill_worker.model.kv_cache import KVCacheSpec
 from tidemill_worker.model.masks import attention_implementation
 from tidemill_worker.model.prompt_logprobs import body_runs_once
-from tidemill_worker.model.survey import survey
+from tidemill_worker.model.survey import AttentionLayer
 
 BLOCK_SIZE = 8
 PROMPT_TOKENS = 26
@@ -50,13 +50,15 @@ class Prompt:
         return len(self.token_ids)
 
 
-def probe(model: PreTrainedModel) -> None:
+def probe(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:
     """Compare the ways to run `model` with each other and with transformers' eager forward.
+
+    `layers` are what `survey` found.
 
     Raises:
         ModelUnsupported: with the way that changed its logits.
     """
-    trial = Trial(model)
+    trial = Trial(model, layers)
     expected = trial.eager()
     for way, found, question in (
         ("a prompt taken whole", trial.whole(), "does its attention see other keys than those before it"),
@@ -81,11 +83,11 @@ class Trial:
     last rows, `[rows, vocabulary]`, float32.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:
         self._model = model
         self._num_blocks = -(-PROMPT_TOKENS // BLOCK_SIZE)
         self._prompts = {SUBJECT: _prompt(model, 1), NEIGHBOUR: _prompt(model, 2)}
-        spec = KVCacheSpec.for_layers(survey(model), block_size=BLOCK_SIZE, dtype=model.dtype)
+        spec = KVCacheSpec.for_layers(layers, block_size=BLOCK_SIZE, dtype=model.dtype)
         self._kv_cache = spec.allocate(2 * self._num_blocks, model.device)
         self._ends = torch.tensor(CHUNKS, device=model.device).cumsum(0) - 1
 

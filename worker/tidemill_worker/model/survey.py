@@ -59,14 +59,18 @@ class Survey:
         return call.query.new_zeros(num_tokens, num_heads, call.value.shape[-1])
 
 
-def survey(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def survey(model: PreTrainedModel, *, device: torch.device | None = None) -> tuple[AttentionLayer, ...]:
     """Run a few tokens through `model` and return the calls of its attention, in their order.
+
+    Args:
+        model: with Tidemill's attention.
+        device: where the tokens are, if not where the model is.
 
     Raises:
         ModelUnsupported: an attention is asked for that cannot be given.
     """
     answers = Survey()
-    tokens = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
+    tokens = torch.arange(NUM_TOKENS, device=device or model.device).unsqueeze(0)
     with torch.inference_mode(), attending(answers), masks_with_rules(model):
         model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=1)
     for call in answers.calls:
