@@ -98,9 +98,9 @@ def _point(starved: Simulation, endless: Simulation) -> Point:
         scheduler.config.preemption_mode,
         recomputed_share(starved),
         tokens_per_second(starved) / tokens_per_second(endless),
-        scheduler.num_preemptions,
-        scheduler.num_swap_preemptions,
-        scheduler.num_blocks_swapped_in,
+        scheduler.counters.num_preemptions,
+        scheduler.counters.num_swap_preemptions,
+        scheduler.counters.num_blocks_swapped_in,
     )
 
 

@@ -87,14 +87,14 @@ def measure(contenders: Sequence[Callable[[], Load]], rounds: int) -> list[Timin
     loads = [make() for make in contenders]
     for load in loads:
         settle(load)
-    timings = [Timing(load.name, preemptions=-load.scheduler.num_preemptions) for load in loads]
+    timings = [Timing(load.name, preemptions=-load.scheduler.counters.num_preemptions) for load in loads]
     pairs = list(zip(loads, timings, strict=True))
     gc.collect()
     for number in range(rounds):
         for load, timing in pairs[:: 1 if number % 2 else -1]:
             take_turn(load, timing)
     for load, timing in pairs:
-        timing.preemptions += load.scheduler.num_preemptions
+        timing.preemptions += load.scheduler.counters.num_preemptions
     return timings
 
 

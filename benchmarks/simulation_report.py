@@ -14,7 +14,7 @@ from simulator import Simulation
 def figures_of(simulation: Simulation) -> dict[str, float]:
     """Figures by name; those of latency are missing if no response had a token, or a second one."""
     scheduler, history = simulation.scheduler, simulation.history
-    num_swapped = scheduler.num_swap_preemptions
+    num_swapped = scheduler.counters.num_swap_preemptions
     return {
         "requests": len(simulation.responses),
         "refused": len(simulation.refused),
@@ -25,11 +25,12 @@ def figures_of(simulation: Simulation) -> dict[str, float]:
         **_latencies("response", "s", [each.response_time for each in simulation.responses]),
         **_latencies("inter_token", "ms", [1e3 * gap for gap in simulation.gaps]),
         "preemptions_swap": num_swapped,
-        "preemptions_recompute": scheduler.num_preemptions - num_swapped,
+        "preemptions_recompute": scheduler.counters.num_preemptions - num_swapped,
         "recomputed_share": recomputed_share(simulation),
-        "blocks_swapped_out": scheduler.num_blocks_swapped_out,
-        "blocks_swapped_in": scheduler.num_blocks_swapped_in,
-        "prefix_hit_share": scheduler.num_prefix_hit_tokens / max(1, scheduler.num_prefix_query_tokens),
+        "blocks_swapped_out": scheduler.counters.num_blocks_swapped_out,
+        "blocks_swapped_in": scheduler.counters.num_blocks_swapped_in,
+        "prefix_hit_share": scheduler.counters.num_prefix_hit_tokens
+        / max(1, scheduler.counters.num_prefix_query_tokens),
         "kv_usage_mean": _mean_over_time(simulation),
         "kv_usage_peak": max(history.kv_usage, default=0.0),
     }
@@ -51,7 +52,7 @@ def tokens_per_second(simulation: Simulation) -> float:
 
 def recomputed_share(simulation: Simulation) -> float:
     """Of all tokens that were computed, those computed once more because a preemption lost them."""
-    return simulation.scheduler.num_recomputed_tokens / max(1, simulation.num_computed_tokens)
+    return simulation.scheduler.counters.num_recomputed_tokens / max(1, simulation.num_computed_tokens)
 
 
 def peak_blocks(simulation: Simulation) -> int:

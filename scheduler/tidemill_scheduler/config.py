@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 from tidemill_scheduler.costs import PreemptionMode
 from tidemill_scheduler.errors import NeverFits
 
+RELIEF_FACTOR = 4
+"""With one mark for admitting and for beginning to admit again, the two would chase each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -43,7 +46,8 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """Whether preempted sequences are swapped out or computed again."""
     watermark: float = 0.01
-    """Share of the KV memory that admitting leaves free, so that those who run can grow."""
+    """Share of the KV memory that admitting leaves free, so that those who run can grow; after a
+    preemption, nobody is admitted until `RELIEF_FACTOR` times as much is free."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -51,8 +55,10 @@ class SchedulerConfig:
             least = 0 if item.name == "num_swap_blocks" else 1
             if item.type == "int" and value < least:
                 raise ValueError(f"{item.name} is {value}, must be at least {least}")
-        if not 0.0 <= self.watermark < 1.0:
-            raise ValueError(f"watermark is {self.watermark}, must be at least 0 and below 1")
+        if not 0.0 <= self.watermark < 1 / RELIEF_FACTOR:
+            raise ValueError(
+                f"watermark is {self.watermark}, must be at least 0 and below {1 / RELIEF_FACTOR}"
+            )
         least, why = self._least_batched_tokens()
         if self.max_num_batched_tokens < least:
             raise ValueError(

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from tidemill_scheduler import policy
-from tidemill_scheduler.block_pool import BlockPool
+from tidemill_scheduler.block_pool import BlockPool, private_root, shared_root
 from tidemill_scheduler.config import SchedulerConfig
 from tidemill_scheduler.copies import PlannedCopies, StepCopies
 from tidemill_scheduler.costs import PreemptionMode, RestoreCosts
+from tidemill_scheduler.counters import Counters
 from tidemill_scheduler.prefix import Prefix, extend_chain_of, find_prefix
 from tidemill_scheduler.reuse import ReuseEstimate
 from tidemill_scheduler.sequence import BlockHash, BlockId, Sequence
@@ -25,16 +26,22 @@ class KVMemory:
     others still hold, and coming back is a prefix hit on whichever tier has the block.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, counters: Counters) -> None:
         recomputes = config.preemption_mode is PreemptionMode.RECOMPUTE
         self.costs = RestoreCosts()
-        self.num_blocks_swapped_out = 0
-        self.num_blocks_swapped_in = 0
         self.pool = BlockPool(config.num_blocks, on_evict=self._save)
         self.swap = SwapSpace(0 if recomputes else config.num_swap_blocks)
         self._reuse = ReuseEstimate(self.swap.num_blocks)
         self._config = config
+        self._counters = counters
         self._copies = PlannedCopies(self.pool)
+
+    def chain_root(self, sequence: Sequence) -> BlockHash:
+        """Where a new sequence's hash chain starts."""
+        if sequence.parent is not None:
+            return sequence.parent.chain_root
+        shared = self._config.enable_prefix_caching
+        return shared_root(sequence.salt) if shared else private_root(sequence.arrival)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """What a waiting sequence would find computed if it were placed now."""
@@ -48,26 +55,25 @@ class KVMemory:
 
     def place(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence blocks for all its known tokens; none may be missing."""
-        hashes = sequence.block_hashes
-        slots = [
-            None if block is not None else self.swap.read(hashes[index])
-            for index, block in enumerate(prefix.blocks)
-        ]  # before anything is evicted, which could replace them
-        found = prefix.device_blocks
-        self.pool.acquire(found)
-        new = iter(self.pool.allocate(self._blocks_for(sequence) - len(found)))
-        table = [next(new) if block is None else block for block in prefix.blocks]
-        for slot, block, block_hash in zip(slots, table, hashes, strict=False):
-            if slot is not None:
-                self._copies.swap_in(slot, block)
-                self.pool.register(block, block_hash)  # whoever reads it runs after the copy
-        table.extend(new)
+        swapped = [
+            block_hash
+            for block_hash, block in zip(sequence.block_hashes, prefix.blocks, strict=False)
+            if block is None
+        ]
+        slots = [self.swap.read(block_hash) for block_hash in swapped]  # first: evicting might replace them
+        self.pool.acquire(prefix.device_blocks)
+        new = self.pool.allocate(self._blocks_for(sequence) - len(prefix.device_blocks))
+        arriving, rest = iter(new[: len(slots)]), new[len(slots) :]
+        table = [next(arriving) if block is None else block for block in prefix.blocks] + rest
+        for slot, block, block_hash in zip(slots, new, swapped, strict=False):
+            self._copies.swap_in(slot, block)
+            self.pool.register(block, block_hash)  # whoever reads it runs after the copy
         if prefix.copy_source is not None:
-            self._copies.add(sequence, prefix.copy_source, table[len(prefix.blocks)])
+            self._copies.add(sequence, prefix.copy_source, rest[0])
         self._set_table(sequence, table)
         sequence.num_hashed_blocks = prefix.num_hashed_blocks
         sequence.num_computed_tokens = prefix.num_tokens
-        self._note_wanted(hashes, len(prefix.blocks), slots)
+        self._learn(sequence, prefix, swapped)
         self.let_go(sequence)
 
     def missing_to_grow(self, sequence: Sequence) -> int:
@@ -130,8 +136,8 @@ class KVMemory:
         """Hand everything that is to be copied over to the plan of this step."""
         self.swap.end_plan()
         copies = self._copies.take(step_id)
-        self.num_blocks_swapped_out += len(copies.swap_out)
-        self.num_blocks_swapped_in += len(copies.swap_in)
+        self._counters.num_blocks_swapped_out += len(copies.swap_out)
+        self._counters.num_blocks_swapped_in += len(copies.swap_in)
         return copies
 
     def can_reclaim(self, count: int, sequences: Iterable[Sequence], prefix: Prefix) -> bool:
@@ -151,6 +157,14 @@ class KVMemory:
             kept.update(sequence.block_hashes[: sequence.num_kept_blocks])
         self.swap.check_integrity(kept)
 
+    def _count_hits(self, sequence: Sequence, prefix: Prefix) -> None:
+        asks = not (prefix.is_fork or sequence.compute_prompt)
+        if self._config.enable_prefix_caching and asks:
+            self._counters.num_prefix_query_tokens += sequence.num_tokens
+            self._counters.num_prefix_hit_tokens += prefix.num_tokens
+            self._counters.num_swap_hit_tokens += prefix.blocks.count(None) * self._config.block_size
+        sequence.num_cached_tokens = min(prefix.num_tokens, sequence.num_prompt_tokens)
+
     def _save(self, block: BlockId, block_hash: BlockHash) -> None:
         """A block that is known by this hash is given to somebody else."""
         if not self.swap.is_kept(block_hash) and not self._is_worth_saving(block_hash):
@@ -167,12 +181,13 @@ class KVMemory:
             reuse=self._reuse.share, block_size=self._config.block_size, costs=self.costs
         )
 
-    def _note_wanted(self, hashes: list[BlockHash], num_found: int, slots: list[BlockId | None]) -> None:
-        """Learn from what a sequence found in the swap space, and from what it would have found there."""
-        for block_hash, slot in zip(hashes, slots, strict=False):
-            if slot is not None:
-                self._reuse.note_wanted(block_hash)
-        for block_hash in hashes[num_found:]:
+    def _learn(self, sequence: Sequence, prefix: Prefix, swapped: list[BlockHash]) -> None:
+        """Note what a sequence found, and what it would have found if it had been saved."""
+        if sequence.num_preemptions == 0:
+            self._count_hits(sequence, prefix)
+        for block_hash in swapped:
+            self._reuse.note_wanted(block_hash)
+        for block_hash in sequence.block_hashes[len(prefix.blocks) :]:
             if not self._reuse.note_wanted(block_hash):
                 break
 

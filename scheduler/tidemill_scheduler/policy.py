@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+from tidemill_scheduler.config import RELIEF_FACTOR
 from tidemill_scheduler.costs import RestoreCosts
 from tidemill_scheduler.sequence import PrefixPlace, Rank, Sequence
-
-RELIEF_FACTOR = 4
-"""How much more has to be free after a preemption than admitting leaves free."""
 
 
 def rank(sequence: Sequence, place: PrefixPlace, *, step: int, ageing_steps: int) -> Rank:

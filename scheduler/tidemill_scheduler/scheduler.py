@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tidemill_scheduler import policy
-from tidemill_scheduler.block_pool import private_root, shared_root
 from tidemill_scheduler.config import SchedulerConfig
 from tidemill_scheduler.costs import RestoreCosts
+from tidemill_scheduler.counters import Counters
 from tidemill_scheduler.errors import DuplicateSequence, IntegrityError
 from tidemill_scheduler.flights import Flight, Flights
 from tidemill_scheduler.integrity import check_flights, check_sequences, check_shared_blocks
@@ -16,7 +16,7 @@ from tidemill_scheduler.plan import Row, StepPlan
 from tidemill_scheduler.prefix import Prefix
 from tidemill_scheduler.prefix_order import PrefixOrder
 from tidemill_scheduler.running import RunningSequences
-from tidemill_scheduler.sequence import BlockHash, PrefixPlace, Sequence, SequenceId, SequenceState
+from tidemill_scheduler.sequence import PrefixPlace, Sequence, SequenceId, SequenceState
 from tidemill_scheduler.underway import Underway
 from tidemill_scheduler.waiting import WaitingQueue
 
@@ -37,20 +37,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.num_preemptions = 0
-        """Preemptions so far; like the other counters it only rises."""
-        self.num_swap_preemptions = 0
-        """Those of them whose blocks were kept for the swap space; the rest is computed again."""
-        self.num_recomputed_tokens = 0
-        """Tokens computed once more because a preemption lost them."""
-        self.num_prefix_query_tokens = 0
-        """Tokens looked up in the prefix cache, each sequence once, at its first admission. Neither
-        those that fork nor those that compute their prompt ask."""
-        self.num_prefix_hit_tokens = 0
-        """Those of them that were found."""
-        self.num_swap_hit_tokens = 0
-        """Those of these that were found in the swap space."""
-        self._memory = KVMemory(config)
+        self.counters = Counters()
+        self._memory = KVMemory(config, self.counters)
         self._sequences: dict[SequenceId, Sequence] = {}
         self._running = RunningSequences()
         self._waiting = WaitingQueue()
@@ -87,16 +75,6 @@ class Scheduler:
         return self._memory.swap.usage
 
     @property
-    def num_blocks_swapped_out(self) -> int:
-        """Blocks copied to the swap space so far."""
-        return self._memory.num_blocks_swapped_out
-
-    @property
-    def num_blocks_swapped_in(self) -> int:
-        """Blocks copied back to the device so far."""
-        return self._memory.num_blocks_swapped_in
-
-    @property
     def costs(self) -> RestoreCosts:
         """What restoring a preempted sequence costs; the caller keeps it up to date."""
         return self._memory.costs
@@ -123,7 +101,7 @@ class Scheduler:
         if parent is not None:
             sequence.fork_from(parent)
         sequence.arrival = self._num_arrivals
-        sequence.chain_root = self._chain_root(sequence)
+        sequence.chain_root = self._memory.chain_root(sequence)
         sequence.rank = policy.rank(
             sequence,
             self._place_of(sequence),
@@ -134,12 +112,6 @@ class Scheduler:
         self._sequences[sequence.id] = sequence
         self._waiting.push(sequence)
 
-    def _chain_root(self, sequence: Sequence) -> BlockHash:
-        if sequence.parent is not None:
-            return sequence.parent.chain_root
-        shared = self.config.enable_prefix_caching
-        return shared_root(sequence.salt) if shared else private_root(sequence.arrival)
-
     def _place_of(self, sequence: Sequence) -> PrefixPlace:
         return self._order.enter(sequence) if self.config.enable_prefix_caching else (sequence.arrival,)
 
@@ -149,10 +121,10 @@ class Scheduler:
         Memory comes first, in the order of service: whoever has to give way has no row yet, so that
         nothing is ever rolled back. Then those whose memory is there share the step's tokens.
         """
-        num_preemptions = self.num_preemptions
+        num_preemptions = self.counters.num_preemptions
         self._displace()
         ready = self._reserve()
-        if self.num_preemptions == num_preemptions:  # else newcomers would be the next to go
+        if self.counters.num_preemptions == num_preemptions:  # else newcomers would be the next to go
             self._admit(ready)
         return self._launch(self._share_out(ready))
 
@@ -317,6 +289,8 @@ class Scheduler:
                 num_aside += 1
             elif not self._fits(sequence, prefix):
                 blocked.append(sequence)
+                if self._is_coming(sequence, prefix):
+                    break  # lest others take it, and have to give it back
             else:
                 self._place(sequence, prefix)
                 ready.append(sequence)
@@ -340,6 +314,11 @@ class Scheduler:
         reserve = policy.admission_reserve(num_blocks=self.config.num_blocks, watermark=self.config.watermark)
         return missing <= (-reserve if self._running else 0)
 
+    def _is_coming(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether the plans in flight release what this sequence lacks."""
+        missing = self._memory.missing_blocks(sequence, prefix)
+        return 0 < missing <= self._memory.pool.num_quarantined
+
     def _may_overtake(self, blocked: list[Sequence]) -> bool:
         return policy.may_overtake(blocked, max_overtakes=self.config.max_overtakes)
 
@@ -355,8 +334,6 @@ class Scheduler:
     def _place(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence memory for all its known tokens, and let it run."""
         self._memory.place(sequence, prefix)
-        if sequence.num_preemptions == 0:
-            self._count_prefix_hits(sequence, prefix)
         sequence.num_overtaken = 0
         sequence.state = SequenceState.RUNNING
         self._running.add(sequence)
@@ -364,18 +341,10 @@ class Scheduler:
             self._underway.begin(sequence)
         self._waiting.release(sequence)
 
-    def _count_prefix_hits(self, sequence: Sequence, prefix: Prefix) -> None:
-        asks = not (prefix.is_fork or sequence.compute_prompt)
-        if self.config.enable_prefix_caching and asks:
-            self.num_prefix_query_tokens += sequence.num_tokens
-            self.num_prefix_hit_tokens += prefix.num_tokens
-            self.num_swap_hit_tokens += prefix.blocks.count(None) * self.config.block_size
-        sequence.num_cached_tokens = min(prefix.num_tokens, sequence.num_prompt_tokens)
-
     def _preempt(self, sequence: Sequence) -> None:
         self._is_pressed = True
-        self.num_preemptions += 1
-        self.num_swap_preemptions += self._memory.keep(sequence)
+        self.counters.num_preemptions += 1
+        self.counters.num_swap_preemptions += self._memory.keep(sequence)
         sequence.num_preemptions += 1
         sequence.num_recompute_tokens = max(sequence.num_recompute_tokens, sequence.num_computed_tokens)
         sequence.state = SequenceState.WAITING
@@ -422,7 +391,7 @@ class Scheduler:
         end = sequence.num_computed_tokens = start + count
         samples = end == sequence.num_tokens
         if start < sequence.num_recompute_tokens:
-            self.num_recomputed_tokens += min(end, sequence.num_recompute_tokens) - start
+            self.counters.num_recomputed_tokens += min(end, sequence.num_recompute_tokens) - start
         if samples:
             sequence.num_tokens += 1
         return Row(sequence.id, start, count, sequence.block_tables, samples)

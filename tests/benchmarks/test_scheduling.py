@@ -32,15 +32,15 @@ def test_whoever_ends_is_replaced(name: str, scarce: bool) -> None:
         running.append(scheduler.num_running)
     scheduler.check_integrity()
     assert max(running) == 4
-    assert (scheduler.num_preemptions > 0) == scarce
+    assert (scheduler.counters.num_preemptions > 0) == scarce
     assert scarce or min(running) >= 2  # those that ended in this step have not been replaced yet
 
 
 def test_no_prompt_is_found_in_the_prefix_cache() -> None:
     load = SchedulerLoad(4, 30)
     settle(load)
-    assert load.scheduler.num_prefix_query_tokens > 0
-    assert load.scheduler.num_prefix_hit_tokens == 0
+    assert load.scheduler.counters.num_prefix_query_tokens > 0
+    assert load.scheduler.counters.num_prefix_hit_tokens == 0
 
 
 def test_each_contender_takes_its_turn_each_round() -> None:

@@ -55,7 +55,7 @@ def test_every_request_ends_with_its_tokens(arrivals: str, num_swap_blocks: int)
     trace = make_trace(arrivals=arrivals, rate=50.0)
     simulation = run(trace, num_blocks=80, num_swap_blocks=num_swap_blocks)
     assert [response.request for response in simulation.responses] == trace
-    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.scheduler.counters.num_preemptions > 0
     assert_complete(simulation)
 
 
@@ -110,7 +110,7 @@ def test_what_never_fits_is_reported_and_the_rest_goes_on() -> None:
 
 def test_different_requests_share_nothing_by_accident() -> None:
     simulation = run([make_request(320) for _ in range(10)], max_num_seqs=1)
-    assert simulation.scheduler.num_prefix_hit_tokens == 0
+    assert simulation.scheduler.counters.num_prefix_hit_tokens == 0
     assert simulation.num_computed_tokens == 10 * (320 + 7)
 
 
@@ -118,7 +118,7 @@ def test_different_requests_share_nothing_by_accident() -> None:
 def test_a_group_shares_its_prefix_within_a_tenant(tenants: list[str], hits: int) -> None:
     prefix = SharedPrefix(group="system prompt", tokens=160)
     trace = [make_request(320, prefix=prefix, tenant=tenant) for tenant in tenants]
-    assert run(trace, max_num_seqs=1).scheduler.num_prefix_hit_tokens == hits
+    assert run(trace, max_num_seqs=1).scheduler.counters.num_prefix_hit_tokens == hits
 
 
 def test_requests_of_higher_priority_go_first() -> None:
@@ -165,7 +165,7 @@ def test_no_simulation_beats_the_roofline(
     by_computing = accelerator.rate / (2 * weights)
     assert tokens_per_second(simulation) < min(by_reading, by_computing)
     needed = sum(request.prompt_tokens + request.output_tokens - 1 for request in trace)
-    assert simulation.num_computed_tokens - simulation.scheduler.num_recomputed_tokens == needed
+    assert simulation.num_computed_tokens - simulation.scheduler.counters.num_recomputed_tokens == needed
     assert sum(simulation.history.seconds) >= 2 * model.dense_parameters * needed / accelerator.rate
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from tests.scheduler.contents import KnownContents
 from tests.scheduler.fake_model import FakeModel, undisturbed
 from tidemill_scheduler import BlockId, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan
 
@@ -79,13 +80,16 @@ class MiniEngine:
     """Schedules, runs and updates as the worker's engine does, and checks the books at each step.
 
     Plans are executed as late as their order allows: just before they return. What is free and not
-    cached is poisoned as soon as it is, so that a plan in flight that still names it fails.
+    cached is poisoned as soon as it is, so that a plan in flight that still names it fails. Whenever
+    none is in flight, every block of both tiers that is known by a hash is compared with what that
+    hash stands for.
     """
 
     def __init__(self, *, in_flight: int = 1, eos: int | None = None, **changes: Any) -> None:
         self.scheduler = make_scheduler(**changes)
         config = self.scheduler.config
-        self.model = FakeModel(config.num_blocks, config.block_size)
+        self.model = FakeModel(config.num_blocks, config.block_size, config.num_swap_blocks)
+        self.contents = KnownContents(config.block_size)
         self.in_flight = in_flight
         self.eos = eos
         self.plans: deque[StepPlan] = deque()
@@ -157,6 +161,21 @@ class MiniEngine:
         for block in map(BlockId, range(pool.num_blocks)):
             if pool.is_free(block) and pool.hash_of(block) is None:
                 self.model.poison(block)
+        for sequence in self.sequences.values():
+            self.contents.learn(sequence)
+        if not self.plans:
+            self.contents.check(self.scheduler, self.model)
+
+    def check_baseline(self) -> None:
+        """With everything finished and returned, nothing is held, kept, awaited or remembered."""
+        scheduler, config = self.scheduler, self.scheduler.config
+        assert not scheduler.has_unfinished and not self.plans
+        assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+        assert (scheduler.kv_usage, scheduler.swap_usage) == (0.0, 0.0)
+        assert scheduler._memory.pool.num_free == config.num_blocks
+        assert not scheduler._underway._leaders
+        assert not scheduler._order._arrivals and not scheduler._order._num_members
+        assert not scheduler._waiting.has_aside
 
     def uncomputed_of(self, sequence: Sequence) -> set[int]:
         """Positions of a sequence's prompt that none of its own rows has computed."""
@@ -177,6 +196,22 @@ class MiniEngine:
         return [
             (row.start, row.count) for plan in self.history for row in plan.rows if row.sequence == number
         ]
+
+
+def make_hungry(number: int, engine: MiniEngine, *, priority: int = 0, spare: int = 0) -> Sequence:
+    """One that takes all memory which nobody before it holds, but for some spare blocks, and fills it.
+
+    It ends with its first token; by then, what lower ones had on the device is overwritten.
+    """
+    pool = engine.scheduler._memory.pool
+    held = {
+        block
+        for sequence in engine.scheduler._running
+        if sequence.priority <= priority
+        for block in sequence.block_table
+    }
+    prompt = (pool.num_blocks - len(held) - spare) * engine.scheduler.config.block_size
+    return make_sequence(number, prompt=prompt, new=1, priority=priority)
 
 
 def make_decoding(*, prompt: int = 7, steps: int = 2, **changes: Any) -> tuple[MiniEngine, Sequence]:

@@ -8,6 +8,7 @@ VOCABULARY = 50
 
 Slot = tuple[int, int]
 """The token computed into a slot, and its position."""
+Blocks = list[list[Slot]]
 
 
 def choice_of(sequence: Sequence) -> int:
@@ -36,17 +37,17 @@ POISON: Slot = (-1, -1)
 
 
 class FakeModel:
-    """Executes plans on simulated blocks.
+    """Executes plans on simulated blocks, those of the device and those of the swap space.
 
     A sampled token is a function of what is read back through the row's block table, and of nothing
     else. Reading a slot that was never filled, or was freed since, fails on the spot; one that holds
     another sequence's or an older content gives another token.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
         self.block_size = block_size
         self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
-        self.cpu_blocks: dict[BlockId, list[Slot]] = {}
+        self.swap_blocks = [[POISON] * block_size for _ in range(num_swap_blocks)]
         self._token_ids: dict[SequenceId, list[int]] = {}
         self._choices: dict[SequenceId, int] = {}
 
@@ -58,14 +59,19 @@ class FakeModel:
         self.blocks[block] = [POISON] * self.block_size
 
     def execute(self, plan: StepPlan) -> dict[SequenceId, int]:
-        for copy in plan.swap_out:
-            self.cpu_blocks[copy.target] = list(self.blocks[copy.source])
-        for copy in plan.swap_in:
-            self.blocks[copy.target] = list(self.cpu_blocks[copy.source])
+        self._swap(plan.swap_out, self.blocks, self.swap_blocks)
+        self._swap(plan.swap_in, self.swap_blocks, self.blocks)
         self._copy(plan.block_copies)
         for row in plan.rows:
             self._write(row)
         return {row.sequence: self._sample(row) for row in plan.rows if row.sample}
+
+    def _swap(self, copies: tuple[BlockCopy, ...], sources: Blocks, targets: Blocks) -> None:
+        """Full blocks only, in any order."""
+        assert len({copy.target for copy in copies}) == len(copies), "a block is swapped over twice"
+        for copy in copies:
+            assert POISON not in sources[copy.source], f"block {copy.source} is swapped, and is not full"
+            targets[copy.target] = list(sources[copy.source])
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         """In any order, or all at once, as a device would."""

@@ -29,7 +29,8 @@ class TestComputePrompt:
         engine = make_cached()
         engine.add(make_sequence(0, prompt=make_tokens(20), compute_prompt=True))
         engine.run()
-        assert (engine.scheduler.num_prefix_query_tokens, engine.scheduler.num_prefix_hit_tokens) == (21, 0)
+        counters = engine.scheduler.counters
+        assert (counters.num_prefix_query_tokens, counters.num_prefix_hit_tokens) == (21, 0)
 
     def test_but_leaves_its_blocks_to_others(self) -> None:
         engine = MiniEngine(block_size=4)

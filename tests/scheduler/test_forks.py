@@ -38,7 +38,7 @@ class TestSharing:
             0,
             *[prompt - 1] * 4,
         ]
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.scheduler.counters.num_preemptions == 0
 
     @pytest.mark.parametrize("in_flight", [1, 2])
     def test_also_over_several_chunks(self, in_flight: int) -> None:
@@ -179,7 +179,8 @@ class TestCounters:
         engine = MiniEngine(block_size=4)
         engine.add(*make_family(prompt=11, siblings=3))
         engine.run()
-        assert (engine.scheduler.num_prefix_query_tokens, engine.scheduler.num_prefix_hit_tokens) == (11, 0)
+        counters = engine.scheduler.counters
+        assert (counters.num_prefix_query_tokens, counters.num_prefix_hit_tokens) == (11, 0)
 
     def test_one_without_a_parent_does(self) -> None:
         engine = MiniEngine(block_size=4)
@@ -187,7 +188,8 @@ class TestCounters:
         engine.run()
         engine.add(fork := make_fork(1, parent, new=1))
         engine.run()
-        assert (engine.scheduler.num_prefix_query_tokens, engine.scheduler.num_prefix_hit_tokens) == (22, 8)
+        counters = engine.scheduler.counters
+        assert (counters.num_prefix_query_tokens, counters.num_prefix_hit_tokens) == (22, 8)
         assert fork.num_cached_tokens == 8
 
 

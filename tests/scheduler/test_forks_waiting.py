@@ -131,9 +131,9 @@ class TestDeferral:
         engine.add(*make_family(prompt=20, siblings=2, priority=0))
         for _ in range(4):
             assert set(rows(engine.step())) == {0, 9}
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.scheduler.counters.num_preemptions == 0
         assert set(rows(engine.step())) == {0, 1}
-        assert engine.scheduler.num_preemptions == 1
+        assert engine.scheduler.counters.num_preemptions == 1
         engine.run()
 
     def test_their_own_parent_is_not_displaced_for_them_either(self) -> None:
@@ -141,7 +141,7 @@ class TestDeferral:
         engine.add(parent := make_sequence(0, priority=2), make_fork(1, parent, priority=0))
         engine.run()
         assert engine.finished == [0, 1]
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.scheduler.counters.num_preemptions == 0
 
     def test_they_keep_their_place(self) -> None:
         engine = self.make_deferred(max_num_seqs=2)

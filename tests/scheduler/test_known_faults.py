@@ -56,7 +56,7 @@ def test_hundreds_preempted_and_found_again_in_the_prefix_cache() -> None:
         engine.add(make_sequence(number, prompt=prompt, new=random.randint(1, 20)))
     engine.run()
     assert len(engine.finished) == 256
-    assert engine.scheduler.num_preemptions > 10
+    assert engine.scheduler.counters.num_preemptions > 10
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 5])
@@ -78,7 +78,7 @@ def test_the_only_sequence_may_use_all_memory() -> None:
     engine.add(make_sequence(0, prompt=5, new=16))
     engine.run()
     assert engine.finished == [0]
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.counters.num_preemptions == 0
     with pytest.raises(NeverFits):
         engine.add(make_sequence(1, prompt=5, new=17))
 
@@ -136,10 +136,10 @@ def test_recomputed_tokens_are_no_prefix_hits() -> None:
     engine = MiniEngine(num_blocks=12, block_size=4)
     engine.add(*(make_sequence(number, prompt=8, new=12) for number in range(6)))
     engine.run()
-    assert engine.scheduler.num_preemptions > 0
-    assert engine.scheduler.num_recomputed_tokens > 0
-    assert engine.scheduler.num_prefix_hit_tokens == 0
-    assert engine.scheduler.num_prefix_query_tokens == 6 * 8
+    assert engine.scheduler.counters.num_preemptions > 0
+    assert engine.scheduler.counters.num_recomputed_tokens > 0
+    assert engine.scheduler.counters.num_prefix_hit_tokens == 0
+    assert engine.scheduler.counters.num_prefix_query_tokens == 6 * 8
     assert all(sequence.num_cached_tokens == 0 for sequence in engine.sequences.values())
 
 
@@ -149,7 +149,7 @@ def test_recomputed_tokens_are_those_computed_twice() -> None:
     engine.add(*(make_sequence(number, prompt=8, new=12) for number in range(6)))
     engine.run()
     computed = sum(plan.num_tokens for plan in engine.history)
-    assert computed - 6 * (8 + 11) == engine.scheduler.num_recomputed_tokens > 0
+    assert computed - 6 * (8 + 11) == engine.scheduler.counters.num_recomputed_tokens > 0
 
 
 def test_aborted_between_its_last_chunk_and_the_return_it_emits_nothing() -> None:

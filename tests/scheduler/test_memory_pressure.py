@@ -1,5 +1,7 @@
 """Who is admitted, who is preempted, and who goes first."""
 
+import pytest
+
 from tests.scheduler.factories import MiniEngine, make_scheduler, make_sequence, make_tokens, rows, step
 from tidemill_scheduler import SequenceId
 
@@ -24,7 +26,7 @@ class TestPreemption:
         engine.add(make_sequence(0, prompt=9), make_sequence(1, prompt=4))
         engine.step()
         assert rows(engine.step()) == {0: (9, 1, True)}
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.scheduler.counters.num_preemptions == 0
         assert engine.scheduler.num_running == 2
 
     def test_the_lowest_priority_gives_way_though_it_is_older(self) -> None:
@@ -44,7 +46,7 @@ class TestPreemption:
         engine.add(*(make_sequence(number, prompt=8) for number in range(3)))
         engine.schedule()
         engine.schedule()
-        assert engine.scheduler.num_preemptions == 1
+        assert engine.scheduler.counters.num_preemptions == 1
         engine.run()
 
     def test_a_sequence_preempted_in_flight_still_receives_its_token(self) -> None:
@@ -67,7 +69,7 @@ class TestPreemption:
         scheduler = make_scheduler()
         scheduler.add(make_sequence(0))
         scheduler.preempt(SequenceId(0))
-        assert (scheduler.num_preemptions, scheduler.num_waiting) == (0, 1)
+        assert (scheduler.counters.num_preemptions, scheduler.num_waiting) == (0, 1)
 
 
 class TestAdmission:
@@ -108,7 +110,7 @@ class TestAdmission:
         engine.step()
         engine.add(make_sequence(2, prompt=4))
         assert set(rows(engine.step())) == {0}
-        assert engine.scheduler.num_preemptions == 1
+        assert engine.scheduler.counters.num_preemptions == 1
         engine.run()
 
 
@@ -135,7 +137,7 @@ class TestPriority:
         engine.step()
         engine.add(make_sequence(4, prompt=14, new=2, priority=0))
         assert 4 in rows(engine.step())
-        assert engine.scheduler.num_preemptions == 2
+        assert engine.scheduler.counters.num_preemptions == 2
         engine.run()
 
     def test_preempts_nobody_if_that_would_not_help(self) -> None:
@@ -144,7 +146,7 @@ class TestPriority:
         engine.step()
         engine.add(make_sequence(2, prompt=18, new=2, priority=0))
         engine.step()
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.scheduler.counters.num_preemptions == 0
         engine.run()
 
     def test_blocks_it_would_share_with_its_victims_are_no_help(self) -> None:
@@ -163,7 +165,7 @@ class TestPriority:
         engine.step()
         engine.add(make_sequence(1))
         engine.run()
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.scheduler.counters.num_preemptions == 0
 
     def test_a_stream_of_higher_ones_does_not_starve_a_lower_one(self) -> None:
         engine = MiniEngine(max_num_seqs=1, ageing_steps=10)
@@ -182,5 +184,19 @@ class TestPriority:
         engine.add(make_sequence(4, prompt=8, new=2, priority=0))
         engine.schedule()
         engine.schedule()
-        assert engine.scheduler.num_preemptions == 1
+        assert engine.scheduler.counters.num_preemptions == 1
         engine.run()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_what_was_made_room_for_waits_for_plans_in_flight_and_nobody_takes_it(in_flight: int) -> None:
+    """Given a newcomer whose victim's blocks are still in plans, the victim does not take them back."""
+    engine = MiniEngine(num_blocks=16, block_size=4, in_flight=in_flight)
+    victim = make_sequence(0, prompt=20, new=20, priority=1)
+    engine.add(make_sequence(1, prompt=4, new=12, priority=0), victim)
+    for _ in range(4):
+        engine.step()
+    engine.add(make_sequence(5, prompt=44, new=1, priority=0))
+    engine.run()
+    assert victim.num_preemptions == 1
+    assert engine.finished[-1] == victim.id

@@ -22,8 +22,8 @@ class TestPrefixCache:
         engine = self.add_twice(prompt, block_size=4)
         assert engine.rows_of(1) == [(hit, prompt - hit)]
         assert engine.sequences[SequenceId(1)].num_cached_tokens == hit
-        assert engine.scheduler.num_prefix_query_tokens == 2 * prompt
-        assert engine.scheduler.num_prefix_hit_tokens == hit
+        assert engine.scheduler.counters.num_prefix_query_tokens == 2 * prompt
+        assert engine.scheduler.counters.num_prefix_hit_tokens == hit
 
     def test_generated_tokens_are_found_too(self) -> None:
         engine = MiniEngine(block_size=4)
@@ -60,12 +60,16 @@ class TestPrefixCache:
         engine.run()
         engine.add(make_sequence(1, prompt=make_tokens(20), salt=b"b"))
         engine.run()
-        assert engine.scheduler.num_prefix_hit_tokens == 0
+        assert engine.scheduler.counters.num_prefix_hit_tokens == 0
 
     def test_switched_off_nothing_is_shared_nor_counted(self) -> None:
         engine = self.add_twice(20, enable_prefix_caching=False)
         assert engine.rows_of(1)[0] == (0, 20)
-        assert engine.scheduler.num_prefix_query_tokens == engine.scheduler.num_prefix_hit_tokens == 0
+        assert (
+            engine.scheduler.counters.num_prefix_query_tokens
+            == engine.scheduler.counters.num_prefix_hit_tokens
+            == 0
+        )
 
     def test_switched_off_not_even_by_a_later_sequence_of_the_same_id(self) -> None:
         scheduler = make_scheduler(enable_prefix_caching=False)
@@ -82,4 +86,4 @@ class TestPrefixCache:
         engine.scheduler.preempt(SequenceId(0))
         engine.run()
         assert engine.rows_of(0) == [(0, 10), (8, 3), (11, 1), (12, 1)]
-        assert engine.scheduler.num_recomputed_tokens == 2
+        assert engine.scheduler.counters.num_recomputed_tokens == 2

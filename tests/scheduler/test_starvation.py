@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.factories import MiniEngine, make_fork, make_sequence, make_tokens
-from tidemill_scheduler import Sequence, SequenceId
+from tidemill_scheduler import PreemptionMode, RestoreCosts, Sequence, SequenceId
 
 BLOCK_SIZE = 4
+SWAP_SPACES = st.sampled_from([0, 1, 2, 5, 60])
+MODES = st.sampled_from(PreemptionMode)
+SECONDS_PER_BLOCK = st.sampled_from([1e-6, 1e-3, 1.0])
+"""A token of a prompt costs 1e-3: copying is cheaper than computing, depends on the blocks, is dearer."""
 
 
 def make_crowd(engine: MiniEngine, random: Random, count: int) -> None:
@@ -85,6 +89,9 @@ def test_preempted_again_and_again(period: int, in_flight: int) -> None:
     caching=st.booleans(),
     chunked=st.booleans(),
     in_flight=st.integers(1, 3),
+    num_swap_blocks=SWAP_SPACES,
+    mode=MODES,
+    seconds_per_block=SECONDS_PER_BLOCK,
 )
 def test_starved_equals_endless(
     *,
@@ -97,6 +104,9 @@ def test_starved_equals_endless(
     caching: bool,
     chunked: bool,
     in_flight: int,
+    num_swap_blocks: int,
+    mode: PreemptionMode,
+    seconds_per_block: float,
 ) -> None:
     random = Random(seed)
     max_model_len = max(16, num_blocks * block_size)
@@ -111,9 +121,12 @@ def test_starved_equals_endless(
         max_prefill_chunk=chunk,
         enable_prefix_caching=caching,
         enable_chunked_prefill=chunked,
+        num_swap_blocks=num_swap_blocks,
+        preemption_mode=mode,
         ageing_steps=20,
         max_overtakes=2,
     )
+    engine.scheduler.costs = RestoreCosts(1e-3, seconds_per_block)
     make_crowd(engine, random, count=8)
     while engine.scheduler.has_unfinished or engine.plans:
         if random.random() < 0.1 and len(engine.history) < 100:
@@ -122,8 +135,7 @@ def test_starved_equals_endless(
                 engine.scheduler.preempt(random.choice(candidates))
         engine.step()
     assert len(engine.finished) == 8
-    assert engine.scheduler.kv_usage == 0
-    assert engine.scheduler._memory.pool.num_free == engine.scheduler.config.num_blocks
+    engine.check_baseline()
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -132,9 +144,28 @@ def test_starvation_is_real(in_flight: int) -> None:
     engine = MiniEngine(in_flight=in_flight, num_blocks=12, block_size=4, ageing_steps=20)
     make_crowd(engine, Random(5), count=30)
     engine.run()
-    assert engine.scheduler.num_preemptions > 3
-    assert engine.scheduler.num_recomputed_tokens > 10
-    assert engine.scheduler.num_prefix_hit_tokens > 30
+    assert engine.scheduler.counters.num_preemptions > 3
+    assert engine.scheduler.counters.num_recomputed_tokens > 10
+    assert engine.scheduler.counters.num_prefix_hit_tokens > 30
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_swapping_is_real(in_flight: int) -> None:
+    """With swap space the same crowd is swapped out and in, and computes less again."""
+    recomputed = {}
+    for num_swap_blocks in (0, 40):
+        engine = MiniEngine(
+            in_flight=in_flight, num_blocks=12, block_size=4, num_swap_blocks=num_swap_blocks, ageing_steps=20
+        )
+        make_crowd(engine, Random(5), count=30)
+        engine.run()
+        recomputed[num_swap_blocks] = engine.scheduler.counters.num_recomputed_tokens
+    assert engine.scheduler.counters.num_swap_preemptions > 3
+    assert (
+        engine.scheduler.counters.num_blocks_swapped_out > engine.scheduler.counters.num_blocks_swapped_in > 3
+    )
+    assert engine.scheduler.counters.num_swap_hit_tokens > 3
+    assert recomputed[40] < recomputed[0]
 
 
 def make_families(engine: MiniEngine, random: Random, count: int) -> None:
@@ -171,6 +202,9 @@ def make_families(engine: MiniEngine, random: Random, count: int) -> None:
     room=st.integers(0, 8),
     caching=st.booleans(),
     in_flight=st.integers(1, 3),
+    num_swap_blocks=SWAP_SPACES,
+    mode=MODES,
+    seconds_per_block=SECONDS_PER_BLOCK,
 )
 def test_starved_families_equal_endless(
     *,
@@ -181,6 +215,9 @@ def test_starved_families_equal_endless(
     room: int,
     caching: bool,
     in_flight: int,
+    num_swap_blocks: int,
+    mode: PreemptionMode,
+    seconds_per_block: float,
 ) -> None:
     random = Random(seed)
     engine = MiniEngine(
@@ -193,9 +230,12 @@ def test_starved_families_equal_endless(
         max_num_batched_tokens=max_num_seqs + room,
         max_prefill_chunk=6,
         enable_prefix_caching=caching,
+        num_swap_blocks=num_swap_blocks,
+        preemption_mode=mode,
         ageing_steps=6,
         max_overtakes=2,
     )
+    engine.scheduler.costs = RestoreCosts(1e-3, seconds_per_block)
     make_families(engine, random, count=16)
     while engine.scheduler.has_unfinished or engine.plans:
         candidates = sorted(engine.unfinished())
@@ -207,7 +247,7 @@ def test_starved_families_equal_endless(
                 engine.scheduler.preempt(chosen)
         engine.step()
     assert len(engine.finished) == 16
-    assert engine.scheduler._memory.pool.num_free == num_blocks
+    engine.check_baseline()
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -216,5 +256,5 @@ def test_forking_is_real(in_flight: int) -> None:
     engine = MiniEngine(in_flight=in_flight, num_blocks=16, block_size=4, ageing_steps=20)
     make_families(engine, Random(5), count=120)
     engine.run()
-    assert engine.scheduler.num_preemptions > 10
+    assert engine.scheduler.counters.num_preemptions > 10
     assert sum(len(plan.block_copies) for plan in engine.history) > 10

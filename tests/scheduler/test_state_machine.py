@@ -1,6 +1,8 @@
-"""Any interleaving of adds, steps, returns, aborts and preemptions, in memory that is always short."""
+"""Any interleaving of adds, steps, returns, aborts and preemptions, in two tiers that are always short."""
 
 from __future__ import annotations
+
+from dataclasses import astuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,18 +18,15 @@ from hypothesis.stateful import (
 )
 
 from tests.scheduler.factories import MiniEngine, make_fork, make_sequence, make_tokens
-from tidemill_scheduler import SequenceId
+from tidemill_scheduler import PreemptionMode, RestoreCosts, SequenceId
+from tidemill_scheduler.counters import Counters
 
-COUNTERS = (
-    "num_preemptions",
-    "num_recomputed_tokens",
-    "num_prefix_query_tokens",
-    "num_prefix_hit_tokens",
-)
+SECONDS_PER_BLOCK = [1e-6, 1e-3, 1.0]
+"""A token of a prompt costs 1e-3: copying is cheaper than computing, depends on the blocks, is dearer."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """`MiniEngine` checks the books after each call and every output when it ends."""
+    """`MiniEngine` checks the books and both tiers after each call, and every output when it ends."""
 
     sequences = Bundle("sequences")
 
@@ -40,6 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunked=st.booleans(),
         in_flight=st.integers(1, 2),
+        num_swap_blocks=st.sampled_from([0, 1, 3, 8, 40]),
+        mode=st.sampled_from(PreemptionMode),
+        watermark=st.sampled_from([0.0, 0.01, 0.1, 0.2]),
     )
     def start(
         self,
@@ -52,6 +54,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         chunked: bool,
         in_flight: int,
+        num_swap_blocks: int,
+        mode: PreemptionMode,
+        watermark: float,
     ) -> None:
         max_model_len = 24
         self.engine = MiniEngine(
@@ -65,15 +70,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_chunk=chunk,
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
+            num_swap_blocks=num_swap_blocks,
+            preemption_mode=mode,
+            watermark=watermark,
             ageing_steps=8,
             max_overtakes=2,
         )
         self.num_added = 0
-        self.counters = [0] * len(COUNTERS)
+        self.counters = astuple(Counters())
 
     @rule(
         target=sequences,
         family=st.integers(0, 1),
+        shared=st.integers(0, 16),
         length=st.integers(1, 16),
         new=st.integers(1, 10),
         generated=st.integers(0, 3),
@@ -86,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         *,
         family: int,
+        shared: int,
         length: int,
         new: int,
         generated: int,
@@ -94,8 +104,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: bytes,
         compute_prompt: bool,
     ) -> SequenceId:
+        """It begins like all of its family, and goes on by itself."""
         limit = self.engine.scheduler.config.max_total_tokens
-        tokens = make_tokens(min(length, limit - 1), first=1000 * family)
+        own = make_tokens(length, first=1000 * (self.num_added + 2))
+        tokens = [*make_tokens(length, first=1000 * family)[:shared], *own[shared:]][: limit - 1]
         sequence = make_sequence(
             self.num_added,
             prompt=tokens,
@@ -160,6 +172,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine.scheduler.preempt(sequence_id)
             self.engine.check()
 
+    @rule(seconds_per_block=st.sampled_from(SECONDS_PER_BLOCK))
+    def measure(self, seconds_per_block: float) -> None:
+        self.engine.scheduler.costs = RestoreCosts(1e-3, seconds_per_block)
+
     @rule(sequence_id=consumes(sequences))
     def abort(self, sequence_id: SequenceId) -> None:
         if sequence_id in self.engine.unfinished():
@@ -167,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def counters_only_rise(self) -> None:
-        now = [getattr(self.engine.scheduler, name) for name in COUNTERS]
+        now = astuple(self.engine.scheduler.counters)
         assert all(new >= old for new, old in zip(now, self.counters, strict=True))
         self.counters = now
 
@@ -176,8 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.engine.run(max_steps=200 + 60 * self.num_added)
         assert len(self.engine.finished) == len(set(self.engine.finished)) == self.num_added
-        pool = self.engine.scheduler._memory.pool
-        assert (pool.num_free, pool.num_quarantined) == (pool.num_blocks, 0)
+        self.engine.check_baseline()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -10,7 +10,7 @@ from tidemill_scheduler.waiting import WaitingQueue
 
 def make_waiting(number: int) -> Sequence:
     sequence = make_sequence(number)
-    sequence.rank = (number, 0.0, number)
+    sequence.rank = (number, sequence.priority, 0.0, (number,))
     return sequence
 
 
@@ -69,7 +69,7 @@ class TestForks:
         forks = [make_fork(number, parent) for number in range(1, count + 1)]
         for fork in forks:
             fork.fork_from(parent)
-            fork.rank = (fork.id, 0.0, fork.id)
+            fork.rank = (fork.id, fork.priority, 0.0, (fork.id,))
             queue.push(fork)
         return queue, parent, forks
 

@@ -102,7 +102,7 @@ def watch(count: int, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]) 
         for _ in range(STEPS):
             crowd.step()
     assert len(work.touched) < crowd.scheduler.num_waiting, "too few wait for this to mean anything"
-    assert (crowd.scheduler.num_preemptions > 0) == ("num_blocks" in changes)
+    assert (crowd.scheduler.counters.num_preemptions > 0) == ("num_blocks" in changes)
     return work
 
 
