@@ -4,8 +4,8 @@
 
 The same rounds are run twice, from the same random numbers: once with the device idle before and after
 each call, once with all of it launched at full speed. In a round, blocks are written behind a long
-product, swapped out, overwritten at once, and swapped in elsewhere. Any byte that differs between the
-two runs ends the program with exit code 1.
+product, swapped out, overwritten at once, and swapped in elsewhere. Any byte that comes back other than
+it was written, or differs between the two runs, ends the program with exit code 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -34,6 +35,15 @@ PRODUCTS, SIZE = 32, 4096
 which a copy that did not wait would be over long before the blocks are written."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Checksums: of the blocks that each round wrote and got back, and of all memory in the end."""
+
+    written: list[str]
+    arrived: list[str]
+    memory: list[str]
+
+
 class Rounds:
     """Random rounds over one KV cache and its swap space; equal seeds are equal rounds."""
 
@@ -45,17 +55,21 @@ class Rounds:
         self.speeds = RestoreSpeeds(laps_of(device))
         self._swapper = make_swapper(self.kv_cache, self.swap_space, self.speeds)
 
-    def run(self, rounds: int, swapped: int, between: Callable[[], object]) -> list[str]:
-        """Checksums of all that came back, and of what all memory holds in the end.
-
-        `between` is called between any two pieces of work.
-        """
+    def run(self, rounds: int, swapped: int, between: Callable[[], object]) -> Outcome:
+        """Swap `swapped` blocks in each round; `between` is called between any two pieces of work."""
         torch.manual_seed(0)
         dice = random.Random(0)
-        arrived = [self._round(dice, swapped, between) for _ in range(rounds)]
-        return [checksum(tensor) for tensor in (*arrived, self.kv_cache, self.swap_space)]
+        pairs = [self._round(dice, swapped, between) for _ in range(rounds)]
+        return Outcome(
+            written=checksums(written for written, _ in pairs),
+            arrived=checksums(arrived for _, arrived in pairs),
+            memory=checksums((self.kv_cache, self.swap_space)),
+        )
 
-    def _round(self, dice: random.Random, swapped: int, between: Callable[[], object]) -> Tensor:
+    def _round(
+        self, dice: random.Random, swapped: int, between: Callable[[], object]
+    ) -> tuple[Tensor, Tensor]:
+        """Blocks as they were written, and as they arrived elsewhere."""
         blocks = dice.sample(range(len(self.kv_cache)), 2 * swapped)
         slots = dice.sample(range(len(self.swap_space)), swapped)
         leaving, coming = blocks[:swapped], blocks[swapped:]
@@ -68,15 +82,24 @@ class Rounds:
         self.kv_cache.index_fill_(0, given_away, torch.nan)
         between()
         self._swapper.swap_in(list(zip(slots, coming, strict=True)))
-        return self.kv_cache.index_select(0, filled)
+        return written, self.kv_cache.index_select(0, filled)
 
     def _indices(self, blocks: list[int]) -> Tensor:
         """On the device, without waiting for it."""
         return torch.tensor(blocks).to(self.kv_cache.device, non_blocking=True)
 
 
-def checksum(tensor: Tensor) -> str:
-    return blake2b(tensor.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+def checksums(tensors: Iterable[Tensor]) -> list[str]:
+    return [blake2b(tensor.cpu().view(torch.uint8).numpy().tobytes()).hexdigest() for tensor in tensors]
+
+
+def fault(idle: Outcome, busy: Outcome) -> str | None:
+    """What is wrong, by the same rounds on an idle and on a busy device; `None` if nothing is."""
+    if idle.arrived != idle.written:
+        return "swapped blocks came back other than they were written, though the device was idle"
+    if busy != idle:
+        return "swapped blocks differ from those that were swapped with the device idle"
+    return None
 
 
 def make_rounds(device: torch.device) -> Rounds:
@@ -97,10 +120,10 @@ def main() -> None:
         for _ in range(PRODUCTS):
             torch.mm(busy, busy)
 
-    expected = make_rounds(device).run(arguments.rounds, SWAPPED, torch.cuda.synchronize)
+    idle = make_rounds(device).run(arguments.rounds, SWAPPED, torch.cuda.synchronize)
     loaded = make_rounds(device)
-    if loaded.run(arguments.rounds, SWAPPED, load) != expected:
-        sys.exit("swapped blocks differ from those that were swapped with the device idle")
+    if message := fault(idle, loaded.run(arguments.rounds, SWAPPED, load)):
+        sys.exit(message)
     figures = {"swap_gb_per_s": SPEC.bytes_per_block / loaded.speeds.costs.seconds_per_block / 1e9}
     settings = {"gpu": torch.cuda.get_device_name(), "rounds": arguments.rounds}
     report(figures, settings=settings, path=arguments.json)

@@ -2,108 +2,139 @@
 
     python benchmarks/preemption.py [--quick] [--json PATH]
 
-All requests are there at once and all may run at once. With an endless pool they do, and the most
-blocks that are in use at any time are the need. Then the pool is 38 % of that, for two contenders that
-differ in nothing but the preemption mode: `recompute`, and `auto` with swap space for the whole
-need. The watermark is 0 in both, so that admission does not keep out of trouble whom it could let in:
-what is asked here is what trouble costs. The contenders take turns, forwards and backwards.
+The queue never runs dry: each request that ends is replaced by the next. With an endless pool all of those
+in flight run, and the most blocks that they ever hold are the need. Then the pool is 38 % of that, for
+two contenders that differ in nothing but the preemption mode: `recompute`, and `auto` with swap space for
+the whole need. The watermark is 0 in both, so that admission does not keep out of trouble whom it could
+let in: what is asked here is what trouble costs. Measured is a window behind a warm-up, so that neither
+the first prompts nor the draining of the last requests count.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from measure import Series, print_series, report, timed
+from measure import Run, Series, print_series, report, timed
 from rich.console import Console
 from rich.table import Table
+from static_batching import CountingRunner
 from transformers import AutoTokenizer
 from workload import Lengths, LogNormal, Piece, make_workload
 
 from tidemill.params import SamplingParams
-from tidemill_scheduler import PreemptionMode, Scheduler, SchedulerConfig
+from tidemill_scheduler import (
+    PreemptionMode,
+    RestoreCosts,
+    Scheduler,
+    SchedulerConfig,
+    SequenceId,
+    StepPlan,
+)
 from tidemill_worker.app import rehearse
-from tidemill_worker.engine import Engine
+from tidemill_worker.engine import Engine, EngineStats, Runner
+from tidemill_worker.generation import Generation
 from tidemill_worker.model.architecture import vocabulary_size
 from tidemill_worker.model.checkpoint import locate_embedded
 from tidemill_worker.model.kv_cache import KVCacheSpec
 from tidemill_worker.model.loader import LoadedModel, load_model
-from tidemill_worker.model.runner import ModelRunner
+from tidemill_worker.model.runner import ModelRunner, StepTokens
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.settings import load_settings
 from tidemill_worker.tokenizer import Tokenizer
 
 SHARE = 0.38
 """Of the needed blocks, in the starved pool: 1600 of 4200, as in the report of vllm#54644."""
-LENGTHS = Lengths(LogNormal(20, 0.3, (16, 48)), LogNormal(160, 0.5, (48, 384)))
+LENGTHS = Lengths(LogNormal(16, 0.3, (8, 32)), LogNormal(256, 0.5, (64, 512)))
 """Short prompts and long outputs: all are let in soon, and outgrow the memory together."""
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 512
 
 
 @dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        in_flight: requests at a time.
+        warm_up: output tokens before the window.
+        window: output tokens in it.
+    """
+
+    in_flight: int
+    warm_up: int
+    window: int
+
+
+FULL = Extent(256, 40_000, 24_000)
+QUICK = Extent(32, 5_000, 3_000)
+
+
+@dataclass(frozen=True)
 class Workload:
     """What is generated, and by whom."""
 
+    extent: Extent
     pieces: Sequence[Piece]
     loaded: LoadedModel
     tokenizer: Tokenizer
 
     @property
-    def num_output(self) -> int:
-        return sum(piece.num_output for piece in self.pieces)
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that have to be computed once; the last one of each output need not be."""
-        return sum(len(piece.token_ids) + piece.num_output - 1 for piece in self.pieces)
-
-    @property
     def endless_blocks(self) -> int:
-        """Blocks that are enough for all of them at once."""
-        return sum(-(-(len(piece.token_ids) + piece.num_output) // BLOCK_SIZE) for piece in self.pieces)
+        """Blocks that are enough for those in flight, whoever they are."""
+        longest = LENGTHS.prompt.bounds[1] + LENGTHS.output.bounds[1]
+        return self.extent.in_flight * -(-longest // BLOCK_SIZE)
 
 
 @dataclass
 class Contender:
-    """A pool, a preemption mode, and what came of them."""
+    """A pool, a preemption mode, and what came of them in the last run's window."""
 
     name: str
     num_blocks: int
     num_swap_blocks: int = 0
     mode: PreemptionMode = PreemptionMode.RECOMPUTE
     peak_blocks: int = 0
-    num_preemptions: int = 0
-    num_recomputed: int = 0
-    swapped: tuple[int, int] = (0, 0)
-    """Blocks out and in."""
+    num_computed: int = 0
+    before: EngineStats | None = None
+    after: EngineStats | None = None
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    """What was generated, by request."""
+    """What was generated, by request, from the beginning."""
+    ended: set[str] = field(default_factory=set)
 
-    def run(self, work: Workload) -> None:
-        """Generate everything; memory and engine are new each time."""
-        engine = self._make_engine(work)
-        self.tokens = {str(index): [] for index in range(len(work.pieces))}
-        for index, piece in enumerate(work.pieces):
-            params = SamplingParams(max_tokens=piece.num_output, temperature=0.0, ignore_eos=True)
-            choice = OpenChoice(0, work.tokenizer.output_text(params, piece.token_ids))
-            engine.add(Request(str(index), piece.token_ids, params, seed=0, choices=[choice]))
-        while engine.has_unfinished:
-            for output in engine.step():
-                self.tokens[output.request_id].extend(output.token_ids)
-            self.peak_blocks = max(self.peak_blocks, round(engine.stats().kv_usage * self.num_blocks))
-        stats = engine.stats()
-        self.num_preemptions, self.num_recomputed = stats.num_preemptions, stats.recomputed_tokens
-        self.swapped = (stats.blocks_swapped_out, stats.blocks_swapped_in)
+    def run(self, work: Workload, runner: Runner) -> Run:
+        """Warm up, then generate the window's tokens."""
+        counting = CountingRunner(runner)
+        engine = Engine(counting, Scheduler(self.config(work)), frozenset())
+        self.tokens, self.ended, self.peak_blocks = {}, set(), 0
+        following = iter(enumerate(work.pieces))
+        for _ in range(work.extent.in_flight):
+            self._add(engine, work, following)
+        target = work.extent.warm_up
+        self._go_on(engine, work, following, lambda stats: stats.generation_tokens >= target)
+        self.before, num_before = engine.stats(), counting.num_tokens
+        target = self.before.generation_tokens + work.extent.window
+        with timed() as measured:
+            self._go_on(engine, work, following, lambda stats: stats.generation_tokens >= target)
+        self.after, self.num_computed = engine.stats(), counting.num_tokens - num_before
+        return measured
 
-    def recomputed_share(self, work: Workload) -> float:
+    def since_warm_up(self, count: Callable[[EngineStats], int]) -> int:
+        """How much a counter rose in the window."""
+        assert self.before is not None
+        assert self.after is not None
+        return count(self.after) - count(self.before)
+
+    @property
+    def recomputed_share(self) -> float:
         """Of all tokens that were computed, those that had been computed before."""
-        return self.num_recomputed / (work.num_computed + self.num_recomputed)
+        return self.since_warm_up(lambda stats: stats.recomputed_tokens) / self.num_computed
 
-    def _make_engine(self, work: Workload) -> Engine:
+    def make_runner(self, work: Workload) -> ModelRunner:
+        """New memory, and everything that is compiled or measured before the first job."""
         cpu = torch.device("cpu")
         spec = KVCacheSpec.for_layers(work.loaded.layers, block_size=BLOCK_SIZE, dtype=torch.float32)
         runner = ModelRunner(
@@ -111,95 +142,138 @@ class Contender:
             spec.allocate(self.num_blocks, cpu),
             spec.allocate_swap_space(self.num_swap_blocks, cpu),
         )
-        config = SchedulerConfig(
+        rehearse(Engine(runner, Scheduler(self.config(work)), frozenset()), work.tokenizer)
+        if self.num_swap_blocks:
+            runner.measure_costs(MAX_NUM_BATCHED_TOKENS)
+        return runner
+
+    def config(self, work: Workload) -> SchedulerConfig:
+        return SchedulerConfig(
             num_blocks=self.num_blocks,
             num_swap_blocks=self.num_swap_blocks,
             preemption_mode=self.mode,
-            max_model_len=2048,
+            max_model_len=1024,
             block_size=BLOCK_SIZE,
-            max_num_seqs=len(work.pieces),
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_num_seqs=work.extent.in_flight,
+            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, work.extent.in_flight),
             enable_prefix_caching=False,
             watermark=0.0,
         )
-        rehearse(Engine(runner, Scheduler(config), frozenset()), work.tokenizer)
-        if self.num_swap_blocks:
-            runner.measure_costs(MAX_NUM_BATCHED_TOKENS)
-        return Engine(runner, Scheduler(config), frozenset())
+
+    def _add(self, engine: Engine, work: Workload, following: Iterator[tuple[int, Piece]]) -> None:
+        index, piece = next(following)
+        params = SamplingParams(max_tokens=piece.num_output, temperature=0.0, ignore_eos=True)
+        choice = OpenChoice(0, work.tokenizer.output_text(params, piece.token_ids))
+        engine.add(Request(str(index), piece.token_ids, params, seed=0, choices=[choice]))
+        self.tokens[str(index)] = []
+
+    def _go_on(
+        self,
+        engine: Engine,
+        work: Workload,
+        following: Iterator[tuple[int, Piece]],
+        is_over: Callable[[EngineStats], bool],
+    ) -> None:
+        while not is_over(stats := engine.stats()):
+            self.peak_blocks = max(self.peak_blocks, round(stats.kv_usage * self.num_blocks))
+            for output in engine.step():
+                self.tokens[output.request_id].extend(output.token_ids)
+                if output.finished:
+                    self.ended.add(output.request_id)
+                    self._add(engine, work, following)
+
+
+class NoModel:
+    """Draws the same token for everyone: enough to see how many blocks a workload needs."""
+
+    costs = RestoreCosts()
+
+    def run(self, plan: StepPlan, generations: Mapping[SequenceId, Generation]) -> StepTokens:
+        return StepTokens({row.sequence: 0 for row in plan.rows if row.sample}, {}, {})
 
 
 def main() -> None:
     arguments = parse_arguments()
-    work = load_workload(48 if arguments.quick else 192)
-    print(
-        f"{len(work.pieces)} requests, {work.num_computed} tokens to compute, {work.num_output} output tokens"
-    )
+    extent = QUICK if arguments.quick else FULL
+    work = load_workload(extent)
     endless = Contender("endless", work.endless_blocks)
-    endless.run(work)  # warms up, and says what is needed
-    starved = round(SHARE * endless.peak_blocks)
+    endless.run(work, NoModel())
+    needed = endless.peak_blocks
+    starved = round(SHARE * needed)
+    print(f"{extent.in_flight} requests in flight need {needed} blocks; the starved pool has {starved}")
     contenders = [
         endless,
+        Contender("auto", starved, num_swap_blocks=needed, mode=PreemptionMode.AUTO),
         Contender("recompute", starved),
-        Contender("auto", starved, num_swap_blocks=endless.peak_blocks, mode=PreemptionMode.AUTO),
     ]
-    series = take_turns(contenders, work, rounds=1 if arguments.quick else 2)
-    print_series("output tokens per second", list(series.values()))
-    print_preemptions(contenders, work)
-    figures = figures_of(contenders, series, work)
-    settings = {"requests": len(work.pieces), "quick": arguments.quick, "blocks_needed": endless.peak_blocks}
-    report(figures, settings={**settings, "blocks": starved}, path=arguments.json)
+    series = [run_once(contender, work) for contender in contenders]
+    print_series("output tokens per second", series)
+    print_preemptions(contenders)
+    settings = {"in_flight": extent.in_flight, "window": extent.window, "quick": arguments.quick}
+    settings |= {"blocks_needed": needed, "blocks": starved}
+    report(figures_of(contenders, series), settings=settings, path=arguments.json)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="48 requests instead of 192, one round")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK.in_flight} requests in flight, not {FULL.in_flight}"
+    )
     parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
     return parser.parse_args()
 
 
-def load_workload(count: int) -> Workload:
+def load_workload(extent: Extent) -> Workload:
+    """Pieces are drawn until the window is full even if every output were the shortest."""
     folder = locate_embedded(load_settings().cache_dir)
     loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = Tokenizer.from_pretrained(folder, vocab_size=vocabulary_size(loaded.model))
+    shortest = LENGTHS.output.bounds[0]
+    count = extent.in_flight + -(-(extent.warm_up + extent.window) // shortest)
     pieces = make_workload(AutoTokenizer.from_pretrained(folder), count, lengths=LENGTHS)
-    return Workload(pieces, loaded, tokenizer)
+    return Workload(extent, pieces, loaded, tokenizer)
 
 
-def take_turns(contenders: Sequence[Contender], work: Workload, *, rounds: int) -> dict[str, Series]:
-    """Run them forwards and backwards in turn."""
-    series = {contender.name: Series(contender.name, work.num_output) for contender in contenders}
-    for turn in range(rounds):
-        for contender in contenders if turn % 2 == 0 else reversed(contenders):
-            with timed() as measured:
-                contender.run(work)
-            series[contender.name].runs.append(measured)
-            print(f"  {contender.name}: {work.num_output / measured.seconds:.1f} tokens/s", flush=True)
-    return series
+def run_once(contender: Contender, work: Workload) -> Series:
+    run = contender.run(work, contender.make_runner(work))
+    tokens = contender.since_warm_up(lambda stats: stats.generation_tokens)
+    print(f"  {contender.name}: {tokens / run.seconds:.1f} tokens/s", flush=True)
+    return Series(contender.name, tokens, [run])
 
 
-def print_preemptions(contenders: Sequence[Contender], work: Workload) -> None:
+def print_preemptions(contenders: Sequence[Contender]) -> None:
+    """A table for people, of the window."""
     table = Table(title="preemptions")
-    for column in ("contender", "blocks", "preemptions", "recomputed", "share", "swapped out", "swapped in"):
+    for column in ("contender", "blocks", "victims", "recomputed", "share", "out", "in"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for one in contenders:
-        share, (out, back) = one.recomputed_share(work), one.swapped
-        numbers = (one.num_blocks, one.num_preemptions, one.num_recomputed)
-        table.add_row(one.name, *map(str, numbers), f"{share:.1%}", str(out), str(back))
+        counts: tuple[Callable[[EngineStats], int], ...] = (
+            lambda stats: stats.num_preemptions,
+            lambda stats: stats.recomputed_tokens,
+            lambda stats: stats.blocks_swapped_out,
+            lambda stats: stats.blocks_swapped_in,
+        )
+        victims, recomputed, out, back = (str(one.since_warm_up(count)) for count in counts)
+        share = f"{one.recomputed_share:.1%}"
+        table.add_row(one.name, str(one.num_blocks), victims, recomputed, share, out, back)
     Console().print(table)
 
 
-def figures_of(
-    contenders: Sequence[Contender], series: dict[str, Series], work: Workload
-) -> dict[str, float]:
-    endless, recompute, auto = contenders
+def figures_of(contenders: Sequence[Contender], series: Sequence[Series]) -> dict[str, float]:
+    endless, auto, recompute = contenders
+    rates = {one.name: one.rate for one in series}
+    common = endless.ended & auto.ended & recompute.ended
     return {
-        "recomputed_share_recompute": recompute.recomputed_share(work),
-        "recomputed_share_auto": auto.recomputed_share(work),
-        "tokens_ratio": series["auto"].rate / series["endless"].rate,
-        "tokens_ratio_recompute": series["recompute"].rate / series["endless"].rate,
-        "tokens_identical": float(endless.tokens == recompute.tokens == auto.tokens),
+        "recomputed_share_recompute": recompute.recomputed_share,
+        "recomputed_share_auto": auto.recomputed_share,
+        "tokens_ratio": rates["auto"] / rates["endless"],
+        "tokens_ratio_recompute": rates["recompute"] / rates["endless"],
+        "tokens_identical": float(
+            all(endless.tokens[one] == auto.tokens[one] == recompute.tokens[one] for one in common)
+        ),
+        "requests_compared": len(common),
     }
 
 

@@ -103,9 +103,16 @@ class Roofline:
         return self.block_size * self.model.kv_bytes_per_token
 
     def step_seconds(self, work: StepWork) -> float:
-        """One step: copies first, then the forward pass, if there are rows."""
-        forward = max(self._reading_seconds(work), self._computing_seconds(work)) if work.num_tokens else 0.0
+        """One step: copies first, then the forward pass, if there are rows.
+
+        On a GPU, what a worker swaps out leaves beside the pass; taken one after the other here, it costs
+        more than it would.
+        """
+        forward = self._forward_seconds(work) if work.num_tokens else 0.0
         return self.efficiency.step_overhead + self._copying_seconds(work) + forward
+
+    def _forward_seconds(self, work: StepWork) -> float:
+        return max(self._reading_seconds(work), self._computing_seconds(work))
 
     def _reading_seconds(self, work: StepWork) -> float:
         model = self.model
@@ -127,10 +134,10 @@ class Roofline:
         return self.block_bytes * (over_link + on_device)
 
     def restore_costs(self, chunk: int) -> RestoreCosts:
-        """What a runner on this GPU would measure: a prompt of `chunk` tokens alone, and a copy."""
-        prefill = StepWork(chunk, 1, chunk, chunk * (chunk + 1) // 2)
+        """What a runner on this GPU would measure: the pass of `chunk` tokens of a prompt, and a copy."""
+        prefill = StepWork(chunk, 0, chunk, chunk * (chunk + 1) // 2)
         return RestoreCosts(
-            seconds_per_token=self.step_seconds(prefill) / chunk,
+            seconds_per_token=self._forward_seconds(prefill) / chunk,
             seconds_per_block=self._copying_seconds(StepWork(num_swapped=1)),
         )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py [--gpu h100] [--model llama-3.1-8b] [--requests 1000] [--plot PATH]
     python benchmarks/simulate.py --trace requests.jsonl
-    python benchmarks/simulate.py --sweep
+    python benchmarks/simulate.py --sweep [--gpu h100] [--model qwen2.5-0.5b] [--plot PATH]
 
 The real scheduler plans every step; how long a step takes, a roofline says. A trace in a file has a
 line {"arrival": seconds, "prompt_tokens": n, "output_tokens": n} a request, and where they matter
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from measure import report
@@ -31,12 +31,20 @@ from tidemill_scheduler import PreemptionMode, SchedulerConfig
 GIB = 1 << 30
 SWEEP_SEQS = 512
 """So that all requests of the sweep run together if memory allows."""
+OF_A_TRACE = (
+    *("quick", "trace", "requests", "arrivals", "rate"),
+    *("prompt_median", "prompt_sigma", "prompt_most", "output_median", "output_sigma", "output_most"),
+    *("num_blocks", "gpu_memory_utilization", "max_num_seqs", "preemption_mode"),
+)
+"""Options of which the sweep makes no use: it has its own."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run what the command line asks for; what it gets wrong ends it with one line."""
     parser = make_parser()
     arguments = parser.parse_args(words)
+    if arguments.sweep:
+        refuse_given(parser, words, OF_A_TRACE)
     try:
         figures = run_sweep(arguments) if arguments.sweep else run_trace(arguments)
     except (ValueError, OSError) as error:
@@ -63,8 +71,7 @@ def run_trace(arguments: argparse.Namespace) -> dict[str, float]:
 
 def run_sweep(arguments: argparse.Namespace) -> dict[str, float]:
     """Simulate the sweep under memory pressure."""
-    arguments.max_num_seqs = max(arguments.max_num_seqs, SWEEP_SEQS)
-    arguments.max_num_batched_tokens = max(arguments.max_num_batched_tokens, SWEEP_SEQS)
+    arguments.max_num_seqs = SWEEP_SEQS
     roofline = make_roofline(arguments)
     result = sweep(make_config(arguments, roofline), roofline, draw_pressure(seed=arguments.seed))
     print(f"{NUM_REQUESTS} requests at once, {describe(arguments)}")
@@ -88,6 +95,17 @@ def make_parser() -> argparse.ArgumentParser:
     _add_trace(parser)
     _add_scheduler(parser)
     return parser
+
+
+def refuse_given(
+    parser: argparse.ArgumentParser, words: Sequence[str] | None, names: Collection[str]
+) -> None:
+    """End with one line if any of these options is given, be it with the value that it has without."""
+    absent = object()  # argparse sets defaults only where there is nothing yet
+    given = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(names, absent)))
+    for name in names:
+        if getattr(given, name) is not absent:
+            parser.error(f"--sweep makes no use of --{name.replace('_', '-')}")
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

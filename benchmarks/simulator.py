@@ -1,7 +1,8 @@
 """The real scheduler on a virtual clock: plans cost what the roofline says, and nothing is computed.
 
 All that the scheduler decides, it decides as it would in a worker: who is admitted, preempted,
-swapped out, found in the prefix cache. Only the seconds are made up.
+swapped out, found in the prefix cache. Only the seconds are made up, and added up: copies, then the
+forward pass, though on a GPU what a worker swaps out leaves beside the pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from request_trace import MAX_TOKENS, TracedRequest
 from roofline import Roofline, work_of
 
 from tidemill_scheduler import NeverFits, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan
+
+MEASURED_TOKENS = 2048
+"""The most of a prompt that a worker's runner computes to measure what restoring costs; the constant of that
+name in `runner.py`, which cannot be had without torch."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,12 @@ class Simulation:
         return sum(response.num_tokens for response in self.responses)
 
 
+def measured_chunk(config: SchedulerConfig, context: int) -> int:
+    """Tokens of the prompt that a worker's runner would measure with, for a model of so long a context."""
+    room = min(config.num_blocks * config.block_size, context)
+    return min(config.max_num_batched_tokens, MEASURED_TOKENS, room)
+
+
 class Simulator:
     """Plays one trace, in order of arrival, through one scheduler."""
 
@@ -93,7 +104,7 @@ class Simulator:
                 f"block_size is {config.block_size} in the scheduler, {roofline.block_size} in the cost model"
             )
         self._scheduler = Scheduler(config)
-        self._scheduler.costs = roofline.restore_costs(config.max_prefill_chunk)
+        self._scheduler.costs = roofline.restore_costs(measured_chunk(config, roofline.model.max_model_len))
         self._roofline = roofline
         self._trace = trace
         self._num_arrived = 0

@@ -34,6 +34,16 @@ class PlannedCopies:
         self._forks: dict[Sequence, BlockCopy] = {}
         self._swap_out: list[BlockCopy] = []
         self._swap_in: list[BlockCopy] = []
+        self._arriving: set[BlockId] = set()
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks that the next plan swaps out."""
+        return len(self._swap_out)
+
+    def brings(self, block: BlockId) -> bool:
+        """Whether the next plan swaps this block in, and holds it besides its tables."""
+        return block in self._arriving
 
     def swap_out(self, source: BlockId, target: BlockId) -> None:
         """Save the device's block `source` to the slot `target` of the swap space before it is written."""
@@ -43,6 +53,7 @@ class PlannedCopies:
     def swap_in(self, source: BlockId, target: BlockId) -> None:
         """Bring the slot `source` of the swap space to the device's block `target`."""
         self._pool.acquire([target])
+        self._arriving.add(target)
         self._swap_in.append(BlockCopy(source, target))
 
     def add(self, fork: Sequence, source: BlockId, target: BlockId) -> None:
@@ -63,6 +74,7 @@ class PlannedCopies:
         """Hand everything over to the plan of this step."""
         forks, out, back = self._forks, self._swap_out, self._swap_in
         self._forks, self._swap_out, self._swap_in = {}, [], []
+        self._arriving.clear()
         named = [copy.source for copy in (*forks.values(), *out)] + [copy.target for copy in back]
         self._pool.free(named, last_step=step_id)
         return StepCopies(tuple(out), tuple(back), tuple(forks.values()), tuple(forks))

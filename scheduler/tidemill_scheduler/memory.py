@@ -16,6 +16,11 @@ from tidemill_scheduler.reuse import ReuseEstimate
 from tidemill_scheduler.sequence import BlockHash, BlockId, Sequence
 from tidemill_scheduler.swap_space import SwapSpace
 
+MAX_SAVES = 64
+"""Blocks that one plan saves for nobody in particular: 128 MiB of a model with 128 KiB of KV a token,
+which takes a few milliseconds on its way out. A long prompt that comes into a full cache evicts
+thousands, and its neighbours wait for the copies."""
+
 
 class KVMemory:
     """The device's blocks, the swap space behind them, and the copies that the next plan makes.
@@ -73,6 +78,8 @@ class KVMemory:
         self._set_table(sequence, table)
         sequence.num_hashed_blocks = prefix.num_hashed_blocks
         sequence.num_computed_tokens = prefix.num_tokens
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(prefix.num_tokens, sequence.num_prompt_tokens)
         self._learn(sequence, prefix, swapped)
         self.let_go(sequence)
 
@@ -109,7 +116,7 @@ class KVMemory:
         lost = [
             block_hash
             for block_hash, block in zip(hashes, sequence.block_table, strict=False)
-            if self.pool.num_holders(block) == 1
+            if self.pool.num_holders(block) == 1 + self._copies.brings(block)
         ]
         num_out = sum(block_hash not in self.swap for block_hash in lost)
         if not lost or not self._prefers_swap(num_out=num_out, num_in=len(lost)):
@@ -163,7 +170,6 @@ class KVMemory:
             self._counters.num_prefix_query_tokens += sequence.num_tokens
             self._counters.num_prefix_hit_tokens += prefix.num_tokens
             self._counters.num_swap_hit_tokens += prefix.blocks.count(None) * self._config.block_size
-        sequence.num_cached_tokens = min(prefix.num_tokens, sequence.num_prompt_tokens)
 
     def _save(self, block: BlockId, block_hash: BlockHash) -> None:
         """A block that is known by this hash is given to somebody else."""
@@ -177,6 +183,8 @@ class KVMemory:
         if not self._config.enable_prefix_caching or not self.swap.num_blocks:
             return False
         self._reuse.note_evicted(block_hash)
+        if self._copies.num_saved >= MAX_SAVES:
+            return False
         return policy.is_worth_saving(
             reuse=self._reuse.share, block_size=self._config.block_size, costs=self.costs
         )

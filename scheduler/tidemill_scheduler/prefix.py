@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tidemill_scheduler.block_pool import BlockPool, extend_chain
 from tidemill_scheduler.sequence import BlockId, Sequence
 from tidemill_scheduler.swap_space import SwapSpace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prefix:
     """The beginning of a sequence whose KV exists once the plans in flight have run."""
 
@@ -24,7 +25,7 @@ class Prefix:
     copy_source: BlockId | None = None
     """The parent's block that holds the positions after `blocks`. It is not full, so it is copied."""
 
-    @property
+    @cached_property
     def device_blocks(self) -> list[BlockId]:
         """Those that need no copy."""
         return [block for block in self.blocks if block is not None]

@@ -25,7 +25,12 @@ class PrefixOrder:
         self._num_members: dict[_Beginning, int] = {}
 
     def enter(self, sequence: Sequence) -> PrefixPlace:
-        """Take in a sequence whose `arrival` and `chain_root` are set; return its place."""
+        """Take in a sequence whose `arrival` and `chain_root` are set; return its place.
+
+        A fork stands next to its parent, and is no member of its own.
+        """
+        if sequence.parent is not None:
+            return (*sequence.parent.rank[-1][:-1], sequence.arrival)
         place = []
         for beginning in self._beginnings(sequence):
             place.append(self._arrivals.setdefault(beginning, sequence.arrival))
@@ -34,6 +39,8 @@ class PrefixOrder:
 
     def leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has finished."""
+        if sequence.parent is not None:
+            return
         for beginning in self._beginnings(sequence):
             self._num_members[beginning] -= 1
             if not self._num_members[beginning]:

@@ -16,7 +16,7 @@ from tidemill_scheduler.plan import Row, StepPlan
 from tidemill_scheduler.prefix import Prefix
 from tidemill_scheduler.prefix_order import PrefixOrder
 from tidemill_scheduler.running import RunningSequences
-from tidemill_scheduler.sequence import PrefixPlace, Sequence, SequenceId, SequenceState
+from tidemill_scheduler.sequence import Sequence, SequenceId, SequenceState
 from tidemill_scheduler.underway import Underway
 from tidemill_scheduler.waiting import WaitingQueue
 
@@ -57,6 +57,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that hold none: new ones and preempted ones."""
         return len(self._waiting)
+
+    @property
+    def num_aside(self) -> int:
+        """Those of the waiting who could run, but wait for another to compute what both begin with."""
+        return self._waiting.num_aside
 
     @property
     def has_unfinished(self) -> bool:
@@ -102,18 +107,11 @@ class Scheduler:
             sequence.fork_from(parent)
         sequence.arrival = self._num_arrivals
         sequence.chain_root = self._memory.chain_root(sequence)
-        sequence.rank = policy.rank(
-            sequence,
-            self._place_of(sequence),
-            step=self._flights.next_step,
-            ageing_steps=self.config.ageing_steps,
-        )
+        place, step = self._order.enter(sequence), self._flights.next_step
+        sequence.rank = policy.rank(sequence, place, step=step, ageing_steps=self.config.ageing_steps)
         self._num_arrivals += 1
         self._sequences[sequence.id] = sequence
         self._waiting.push(sequence)
-
-    def _place_of(self, sequence: Sequence) -> PrefixPlace:
-        return self._order.enter(sequence) if self.config.enable_prefix_caching else (sequence.arrival,)
 
     def schedule(self) -> StepPlan:
         """Plan the next step; the plan is empty if nothing can be done now.
@@ -178,8 +176,7 @@ class Scheduler:
         else:
             self._memory.let_go(sequence)
             self._waiting.note_finished(sequence)
-        if self.config.enable_prefix_caching:
-            self._order.leave(sequence)
+        self._order.leave(sequence)
         self._waiting.release(sequence)
 
     def preempt(self, sequence_id: SequenceId) -> None:
@@ -227,19 +224,26 @@ class Scheduler:
         """Preempt as many of these as it takes to place a newcomer; say whether it can be placed now.
 
         Nobody is preempted in vain: neither if all of them hold too little, nor for blocks that come
-        out of quarantine by themselves.
+        out of quarantine by themselves, nor for a newcomer from whom those before it would take the
+        blocks in the same step.
         """
         memory = self._memory
         prefix = memory.find_prefix(newcomer)  # holds throughout: what a victim lets go of stays known
-        wanted = memory.missing_blocks(newcomer, prefix) - memory.pool.num_quarantined
+        growth = self._growth_before(newcomer)
+        wanted = memory.missing_blocks(newcomer, prefix) + growth - memory.pool.num_quarantined
         if not memory.can_reclaim(wanted, victims, prefix):
             return False
-        while (missing := memory.missing_blocks(newcomer, prefix)) > 0 or not self._has_slot:
+        while (missing := memory.missing_blocks(newcomer, prefix) + growth) > 0 or not self._has_slot:
             if not victims or (self._has_slot and missing <= memory.pool.num_quarantined):
                 return False
             victims.remove(victim := self._choose_victim(victims))
             self._preempt(victim)
         return True
+
+    def _growth_before(self, newcomer: Sequence) -> int:
+        """Blocks that running sequences will take in this step before it is this one's turn."""
+        before = (one for one in self._running if one.rank < newcomer.rank and not one.is_complete)
+        return sum(map(self._memory.missing_to_grow, before))
 
     def _choose_victim(self, candidates: list[Sequence]) -> Sequence:
         return policy.choose_victim(candidates, self._memory.restore_seconds)
@@ -284,13 +288,13 @@ class Scheduler:
             if sequence is None:
                 break
             prefix = self._memory.find_prefix(sequence)
-            if self._underway.find_leader(sequence, prefix):
+            if self._underway.must_wait(sequence, prefix):
                 self._waiting.push(sequence)
                 num_aside += 1
-            elif not self._fits(sequence, prefix):
+            elif (missing := self._missing_with_reserve(sequence, prefix)) > 0:
                 blocked.append(sequence)
-                if self._is_coming(sequence, prefix):
-                    break  # lest others take it, and have to give it back
+                if missing <= self._memory.pool.num_quarantined:
+                    break  # it is coming: lest others take it, and have to give it back
             else:
                 self._place(sequence, prefix)
                 ready.append(sequence)
@@ -308,16 +312,14 @@ class Scheduler:
             )
         return not self._is_pressed or not self._running
 
-    def _fits(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether those who run can still grow a little with this sequence among them."""
+    def _missing_with_reserve(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Blocks that a sequence lacks if those who run shall still be able to grow a little."""
         missing = self._memory.missing_blocks(sequence, prefix)
-        reserve = policy.admission_reserve(num_blocks=self.config.num_blocks, watermark=self.config.watermark)
-        return missing <= (-reserve if self._running else 0)
-
-    def _is_coming(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether the plans in flight release what this sequence lacks."""
-        missing = self._memory.missing_blocks(sequence, prefix)
-        return 0 < missing <= self._memory.pool.num_quarantined
+        if not self._running:
+            return missing
+        return missing + policy.admission_reserve(
+            num_blocks=self.config.num_blocks, watermark=self.config.watermark
+        )
 
     def _may_overtake(self, blocked: list[Sequence]) -> bool:
         return policy.may_overtake(blocked, max_overtakes=self.config.max_overtakes)
@@ -337,8 +339,7 @@ class Scheduler:
         sequence.num_overtaken = 0
         sequence.state = SequenceState.RUNNING
         self._running.add(sequence)
-        if self.config.enable_prefix_caching:
-            self._underway.begin(sequence)
+        self._underway.begin(sequence)
         self._waiting.release(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -379,7 +380,7 @@ class Scheduler:
         copies = self._memory.take_copies(step_id)
         plan = StepPlan(step_id, rows, copies.swap_out, copies.swap_in, copies.block_copies)
         self._flights.launch(Flight(plan, sequences, copies.forks))
-        if self._waiting.has_aside:
+        if self._waiting.num_aside:
             for sequence, row in zip(sequences, rows, strict=True):
                 if row.start < sequence.num_prompt_tokens:
                     self._waiting.release(sequence)

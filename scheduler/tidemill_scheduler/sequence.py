@@ -174,6 +174,6 @@ class Sequence:
     @property
     def awaited(self) -> Sequence | None:
         """Whom it stands aside for, if it does."""
-        if self.waits_for_parent:
-            return self.parent
-        return self.leader if self.waits_for_leader else None
+        if self.waits_for_leader:
+            return self.leader
+        return self.parent if self.waits_for_parent else None

@@ -25,8 +25,8 @@ class Underway:
             if self._leaders.get(block_hash) is sequence:
                 del self._leaders[block_hash]
 
-    def find_leader(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether somebody before this sequence computes what comes next in it; it then waits for that.
+    def must_wait(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether somebody before this sequence computes what comes next in it, who is then its leader.
 
         Waiting costs the few steps that the leader's prompt takes, computing the same once more as many
         and a share of everybody's step besides.
@@ -40,4 +40,4 @@ class Underway:
         while common < len(next_hashes) and self._leaders.get(next_hashes[common]) is leader:
             common += 1
         sequence.leader, sequence.num_awaited_blocks = leader, len(prefix.blocks) + common
-        return sequence.waits_for_leader
+        return True

@@ -32,9 +32,9 @@ class WaitingQueue:
         return len(self._heap) - self._num_finished + len(self._awaited)
 
     @property
-    def has_aside(self) -> bool:
-        """Whether anybody stands aside."""
-        return bool(self._awaited)
+    def num_aside(self) -> int:
+        """Those who stand aside; counted in the length too."""
+        return len(self._awaited)
 
     def push(self, sequence: Sequence) -> None:
         """Put a sequence in the place that its rank says, or aside."""
@@ -81,6 +81,7 @@ class WaitingQueue:
             del groups[progress]
             for sequence in group.values():
                 del self._awaited[sequence.id]
+                sequence.leader = None  # found anew, should somebody lead again
             self.push_back(group.values())
         if not groups:
             self._aside.pop(awaited.id, None)

@@ -73,6 +73,7 @@ def test_ratios_are_of_continuous_over_static() -> None:
         "p99_ratio_shrinking": 0.8,
         "mean_ratio": 0.25,
         "mean_ratio_packed": 0.4,
+        "mean_ratio_shrinking": 0.8,
         "useful_continuous": 1.0,
         "useful_shrinking": 1.0,
         "useful_packed": 0.5,

@@ -157,9 +157,11 @@ def test_efficiency_divides_and_overhead_adds() -> None:
         assert slowed.step_seconds(work) == pytest.approx(2 * full.step_seconds(work) + 7.0)
 
 
-def test_restore_costs_are_those_of_a_chunk_alone_and_of_a_copy() -> None:
-    costs = make_roofline().restore_costs(100)
-    assert costs.seconds_per_token == pytest.approx(2 * (11_200 + 20 + 2 * 2 * 2 * 5050) / 10_000 / 100)
+def test_restore_costs_are_those_of_a_pass_without_logits_and_of_a_copy() -> None:
+    """A runner times nothing else, so what each step costs besides is no part of them."""
+    efficiency = Efficiency(bandwidth=1.0, rate=1.0, link=1.0, step_overhead=7.0)
+    costs = replace(make_roofline(), efficiency=efficiency).restore_costs(100)
+    assert costs.seconds_per_token == pytest.approx(2 * (11_200 + 2 * 2 * 2 * 5050) / 10_000 / 100)
     assert costs.seconds_per_block == pytest.approx(64 / 100)
 
 

@@ -14,12 +14,13 @@ from model_shape import load_shape
 from pressure import draw_pressure, sweep, sweep_figures
 from request_trace import SharedPrefix, TracedRequest, draw_trace
 from roofline import ACCELERATORS, Efficiency, Roofline
-from simulate import main
+from simulate import OF_A_TRACE, main, make_parser
 from simulation_report import figures_of, tokens_per_second
-from simulator import Simulation, Simulator
+from simulator import MEASURED_TOKENS, Simulation, Simulator, measured_chunk
 from workload import LogNormal
 
 from tidemill_scheduler import PreemptionMode, SchedulerConfig
+from tidemill_worker.model import runner
 
 ROOFLINE = Roofline(load_shape("qwen2.5-0.5b"), ACCELERATORS["h100"], Efficiency())
 
@@ -132,6 +133,27 @@ def test_block_sizes_that_differ_are_refused() -> None:
         run([], block_size=32)
 
 
+@pytest.mark.parametrize(
+    ("changes", "context", "chunk"),
+    [
+        ({"max_num_batched_tokens": 512}, 4096, 512),
+        ({"max_num_batched_tokens": 8192}, 4096, 2048),
+        ({"max_num_batched_tokens": 8192}, 1000, 1000),
+        ({"max_num_batched_tokens": 8192, "num_blocks": 10}, 4096, 160),
+    ],
+)
+def test_restoring_costs_what_a_worker_would_measure(
+    changes: dict[str, Any], context: int, chunk: int
+) -> None:
+    assert measured_chunk(make_config(**changes), context) == chunk
+
+
+def test_the_scheduler_is_told_these_costs() -> None:
+    costs = run([], max_num_batched_tokens=8192).scheduler.costs
+    assert costs == ROOFLINE.restore_costs(MEASURED_TOKENS)
+    assert runner.MEASURED_TOKENS == MEASURED_TOKENS
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(
@@ -201,6 +223,7 @@ def test_the_command_writes_figures_and_a_plot(tmp_path: Path, capsys: pytest.Ca
         (["--swap-space", "-1"], "swap_space is -1.0"),
         (["--block-size", "0"], "block_size is 0"),
         (["--prompt-most", "2000000"], "2000000, must be 1 to 1048576"),
+        (["--sweep", "--max-num-batched-tokens", "100"], "max_num_batched_tokens is 100"),
     ],
 )
 def test_a_wrong_command_ends_with_one_line(
@@ -209,3 +232,13 @@ def test_a_wrong_command_ends_with_one_line(
     with pytest.raises(SystemExit):
         main(words)
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", OF_A_TRACE)
+def test_the_sweep_refuses_what_it_would_ignore(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given an option of a trace, even with the value that it has anyway, then it is named."""
+    flag, default = f"--{name.replace('_', '-')}", make_parser().get_default(name)
+    words = [] if default is False else [str(default or 1)]
+    with pytest.raises(SystemExit):
+        main(["--sweep", flag, *words])
+    assert capsys.readouterr().err.endswith(f"--sweep makes no use of {flag}\n")

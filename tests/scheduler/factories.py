@@ -175,7 +175,7 @@ class MiniEngine:
         assert scheduler._memory.pool.num_free == config.num_blocks
         assert not scheduler._underway._leaders
         assert not scheduler._order._arrivals and not scheduler._order._num_members
-        assert not scheduler._waiting.has_aside
+        assert not scheduler._waiting.num_aside
 
     def uncomputed_of(self, sequence: Sequence) -> set[int]:
         """Positions of a sequence's prompt that none of its own rows has computed."""

@@ -200,3 +200,14 @@ def test_what_was_made_room_for_waits_for_plans_in_flight_and_nobody_takes_it(in
     engine.run()
     assert victim.num_preemptions == 1
     assert engine.finished[-1] == victim.id
+
+
+def test_nobody_is_displaced_for_one_whose_blocks_those_before_it_would_take() -> None:
+    """Given an older sequence that needs a block now, a newcomer is not let in to lose its own."""
+    engine = MiniEngine(num_blocks=4, block_size=4)
+    engine.add(make_sequence(0, prompt=8, new=4, priority=0), make_sequence(1, prompt=8, new=4, priority=1))
+    engine.step()
+    engine.add(newcomer := make_sequence(2, prompt=8, new=4, priority=0))
+    engine.run()
+    assert newcomer.num_preemptions == 0
+    assert engine.finished == [0, 2, 1]

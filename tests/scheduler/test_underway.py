@@ -107,7 +107,7 @@ def test_or_preempted(in_flight: int, steps: int) -> None:
     leader = engine.sequences[LEADER]
     if not leader.is_complete:
         engine.scheduler.preempt(LEADER)
-    assert not engine.scheduler._waiting.has_aside
+    assert not engine.scheduler._waiting.num_aside
     engine.add(make_sequence(60, prompt=40, new=1, priority=0))
     engine.run()
     assert leader.num_preemptions >= 1
@@ -177,3 +177,11 @@ def test_nor_one_that_is_in_the_swap_space() -> None:
     engine.add(*make_alike(3, first=1))
     assert rows(engine.step()) == {number: (COMMON, 1, True) for number in (1, 2, 3)}
     engine.run()
+
+
+def test_a_leader_is_forgotten_once_it_has_led() -> None:
+    """Else each of those that wait one after another would keep the one before it in memory."""
+    engine = make_led()
+    assert {one.leader for one in engine.sequences.values()} == {None, engine.sequences[LEADER]}
+    engine.run()
+    assert {one.leader for one in engine.sequences.values()} == {None}

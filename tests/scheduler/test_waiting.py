@@ -83,9 +83,9 @@ class TestForks:
         assert len(queue) == 4
         assert queue.pop() is parent
         self.run(queue, parent, computed=6)
-        assert (queue.head(), queue.has_aside, len(queue)) == (None, True, 3)
+        assert (queue.head(), queue.num_aside, len(queue)) == (None, 3, 3)
         self.run(queue, parent, computed=7)
-        assert not queue.has_aside
+        assert not queue.num_aside
         assert [queue.pop() for _ in range(4)] == [*forks, None]
 
     def test_or_the_parent_is_gone(self) -> None:
@@ -100,7 +100,7 @@ class TestForks:
         queue.pop()
         for left, fork in zip((1, 0), forks, strict=True):
             finish(queue, fork)
-            assert (len(queue), queue.has_aside) == (left, left > 0)
+            assert (len(queue), queue.num_aside) == (left, left)
         self.run(queue, parent, computed=7)
         assert queue.head() is None
         queue.check_integrity()
@@ -113,7 +113,23 @@ class TestForks:
         assert queue.head() is forks[0]
         self.run(queue, parent, computed=3)
         assert queue.head() is None
-        assert (len(queue), queue.has_aside) == (2, True)
+        assert (len(queue), queue.num_aside) == (2, 2)
+        queue.check_integrity()
+
+    def test_one_that_waits_for_a_leader_goes_on_doing_so_when_its_parent_runs_again(self) -> None:
+        queue, parent, (fork,) = self.make_family(1)
+        parent.num_preemptions = 1  # and so not waited for
+        queue.release(parent)
+        assert [queue.pop(), queue.pop()] == [parent, fork]
+        leader = make_waiting(9)
+        leader.state = SequenceState.RUNNING
+        fork.leader, fork.num_awaited_blocks = leader, 1
+        queue.push(fork)
+        parent.state = SequenceState.RUNNING
+        queue.check_integrity()
+        leader.num_hashed_blocks = 1
+        queue.release(leader)
+        assert (fork.leader, queue.num_aside) == (None, 1)
         queue.check_integrity()
 
     def test_one_that_nobody_would_release_is_found(self) -> None:
