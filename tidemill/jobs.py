@@ -140,7 +140,7 @@ class Timings(Wire):
     queued: float | None = None
     """From submission to the claim, by Redis's clock."""
     waiting: float | None = None
-    """From the claim to the first scheduled token."""
+    """From the claim to the first scheduled token; `None` if the job ended before there was one."""
     prefill: float | None = None
     """From the first scheduled token to the first generated one."""
     decode: float | None = None

@@ -78,6 +78,7 @@ class Claimed:
     """Earlier attempts that ended with their worker lost and no progress made."""
     submitted_ms: int
     claimed_ms: int
+    """When the reply was made that brought the job, by Redis's clock; a repeat has a time of its own."""
     deadline_ms: int | None
     """After this moment of Redis's clock the answer is worthless; the holder gives up by itself."""
     checkpoint: tuple[Delta, ...]

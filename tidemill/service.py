@@ -7,6 +7,11 @@ A job is charged for what it gets, not for what that took: its prompt once, whet
 found in the cache, computed again by the next worker, or shared by `n` generations; and every
 token of every generation once. So the same answer costs the same wherever and however often it was
 tried, a worker's death costs the tenant nothing, and a repeated report cannot charge twice.
+
+A prompt that a worker has begun counts in full even if the job ends before its first token, at its
+deadline or by a cancellation: else a tenant of nothing but long prompts and short deadlines would be
+served least for ever, and everybody else starve. A job that a worker answers without having begun it,
+such as one that it refuses, counts one unit, for the same reason.
 """
 
 from __future__ import annotations

@@ -90,10 +90,10 @@ def renewal_calls(worker: str, renewals: Sequence[Renewal]) -> list[list[Any]]:
 
 
 def finish_call(worker: str, attempt: int, result: Result) -> list[Any]:
-    """Arguments of finish."""
+    """Arguments of finish. The prompt was served if the attempt began it, or any attempt got beyond it."""
     usage = result.usage
-    begun = result.status is Status.SUCCEEDED or usage.completion_tokens > 0
-    prompt_tokens = usage.prompt_tokens if begun else 0
+    succeeded, begun = result.status is Status.SUCCEEDED, result.timings.waiting is not None
+    prompt_tokens = usage.prompt_tokens if succeeded or begun or usage.completion_tokens else 0
     return [
         worker, attempt, result.id, result.status.value, result.to_wire(),
         prompt_tokens, usage.completion_tokens,

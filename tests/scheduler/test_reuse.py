@@ -62,9 +62,7 @@ def test_the_latest_counts_most() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 20))), st.integers(1, 8))
-def test_is_a_share_and_remembers_no_more_than_it_may(
-    events: list[tuple[bool, int]], capacity: int
-) -> None:
+def test_is_a_share_and_remembers_no_more_than_it_may(events: list[tuple[bool, int]], capacity: int) -> None:
     estimate = ReuseEstimate(capacity)
     for is_evicted, number in events:
         if is_evicted:

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tidemill.factories import WORKER, make_job, make_result, make_settings, submit
+from tests.tidemill.factories import WORKER, make_job, make_result, make_settings, renewal, submit
 from tests.tidemill.servers import Server, redis_binary, running, valkey_binary
 from tests.tidemill.simulated_workers import SimulatedWorkers, make_jobs, submit_backlog, tenant_of, units
 from tidemill.connection import connect
 from tidemill.errors import ErrorCode
-from tidemill.jobs import ErrorInfo, Status, Usage
+from tidemill.jobs import ErrorInfo, Status, Timings, Usage
 from tidemill.queue import Queue
 
 CHAT = Usage(prompt_tokens=20, completion_tokens=40)
@@ -189,6 +189,39 @@ async def test_jobs_that_are_all_refused_do_not_keep_everybody_else_waiting(queu
         await queue.finish(WORKER, claimed.attempt, refused)
 
     assert Counter(order) == {"wrong": 20, "right": 20}
+
+
+@pytest.mark.parametrize("status", [Status.EXPIRED, Status.CANCELLED])
+async def test_jobs_that_all_end_amid_their_prompts_leave_others_their_share(
+    queue: Queue, status: Status
+) -> None:
+    """They get no token either; but workers compute long prompts for them."""
+    await submit_backlog(queue, "hasty", 40)
+    await submit_backlog(queue, "patient", 40)
+    begun = Usage(prompt_tokens=units(CHAT))
+    order = []
+    for _ in range(40):
+        (claimed,) = await queue.claim(WORKER, 1)
+        order.append(tenant_of(claimed.job_id))
+        result = make_result(claimed.job_id, usage=CHAT)
+        if order[-1] == "hasty":
+            result = make_result(claimed.job_id, status=status, usage=begun, timings=Timings(waiting=0.1))
+        await queue.finish(WORKER, claimed.attempt, result)
+
+    assert Counter(order) == {"hasty": 20, "patient": 20}
+
+
+async def test_a_newcomer_is_lifted_to_who_was_served_least_of_unequal_ones(queue: Queue) -> None:
+    """Not to who was served most: it would wait until the others are level."""
+    for tenant in ("most", "least"):
+        await submit_backlog(queue, tenant, 10)
+    held = {tenant_of(job.job_id): job for job in await queue.claim(WORKER, 2)}
+    await queue.renew(WORKER, [renewal(held["most"], 500), renewal(held["least"], 5)])
+
+    await submit_backlog(queue, "new", 10)
+    claims = Counter(tenant_of(job.job_id) for job in await queue.claim(WORKER, 8))
+
+    assert claims == {"least": 4, "new": 4}
 
 
 async def test_priorities_keep_accounts_of_their_own(queue: Queue) -> None:

@@ -375,7 +375,7 @@ async def running_worker(
         open_queue=opener(place, lease=lease),
         observer=metrics,
     )
-    metrics.watch(lambda: service.engine.stats)
+    metrics.watch(lambda: service.engine.stats, has_swap_space=False)
     worker = RunningWorker(service, metrics, asyncio.create_task(service.run()))
     try:
         yield worker

@@ -146,6 +146,27 @@ def test_marks_are_in_order_and_counters_count() -> None:
     assert (stats.prompt_tokens, stats.generation_tokens, stats.num_running) == (3, 2, 0)
 
 
+def test_those_of_the_last_step_are_counted_though_they_ended_with_it() -> None:
+    engine = make_engine()
+    for name in "abc":
+        engine.add(make_request(name, max_tokens=1))
+    engine.step()
+    assert (engine.stats().num_rows, engine.stats().num_running) == (3, 0)
+    engine.step()
+    assert engine.stats().num_rows == 0
+
+
+def test_who_waits_for_its_sibling_does_not_lack_room() -> None:
+    """Given a prompt taken in chunks, then its generations wait for it, and another request for tokens."""
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=4)
+    engine.add(make_request("x", range(40, 60), n=3))
+    engine.step()
+    assert (engine.stats().num_waiting, engine.stats().num_without_room) == (2, 0)
+    engine.add(make_request("y"))
+    engine.step()
+    assert (engine.stats().num_waiting, engine.stats().num_without_room) == (3, 1)
+
+
 def test_the_scheduler_goes_by_the_costs_measured_last() -> None:
     engine = make_engine()
     engine.add(make_request("x"))

@@ -13,6 +13,7 @@ from tidemill.jobs import FinishReason
 from tidemill.params import SamplingParams
 from tidemill_scheduler import SequenceId
 from tidemill_worker.engine import Engine, StepOutput
+from tidemill_worker.generation import Marks
 from tidemill_worker.request import OpenChoice, Request
 
 
@@ -61,8 +62,7 @@ def test_what_is_late_when_it_comes_is_never_run(time: Time) -> None:
     [output] = engine.step()
     assert_expired(output)
     assert (output.finish_reason, output.token_ids, output.text) == (FinishReason.EXPIRED, (), "")
-    assert output.marks is not None
-    assert output.marks.finished == output.marks.scheduled == 5.0
+    assert output.marks is None
     assert script(engine).plans == []
     assert is_empty(engine)
     assert not engine.has_unfinished
@@ -77,6 +77,7 @@ def test_a_deadline_that_passes_while_the_request_waits(time: Time) -> None:
     late, first = engine.step()
     assert (late.request_id, first.request_id, first.token_ids) == ("late", "first", (1,))
     assert_expired(late)
+    assert late.marks is None
     assert len(run(engine)["first"]) == 3
     assert set(computed(engine)) == {SequenceId(0)}
     assert is_empty(engine)
@@ -128,7 +129,8 @@ def test_all_generations_of_a_late_request_end(time: Time) -> None:
 
 
 def test_generations_that_wait_for_their_sibling_end_with_it(time: Time) -> None:
-    """Given a prompt taken in chunks, then those that share it stand aside, and end there."""
+    """Given a prompt taken in chunks, then those that share it stand aside, and end there. The marks say
+    since when it was computed, in vain."""
     engine = timed(make_engine(max_num_seqs=4, max_num_batched_tokens=4, num_blocks=32), time)
     engine.add(make_request("x", range(40, 80), n=3, deadline=1.0))
     assert engine.step() == []
@@ -136,6 +138,7 @@ def test_generations_that_wait_for_their_sibling_end_with_it(time: Time) -> None
     last = engine.step()
     assert [output.choice for output in last] == [0, 1, 2]
     assert_expired(last[-1])
+    assert last[-1].marks == Marks(added=0.0, scheduled=0.0, first_token=1.0, finished=1.0)
     assert is_empty(engine)
 
 

@@ -1,8 +1,9 @@
-"""A whole worker with the real engine: deadlines, and what it claims while memory is short."""
+"""A whole worker with the real engine: deadlines, charges, and what it claims while some have to wait."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from threading import Event
 
 import pytest
@@ -13,6 +14,7 @@ from tests.worker.test_metrics import value
 from tidemill.client import Client
 from tidemill.errors import ErrorCode
 from tidemill.jobs import FinishReason, Job, Result, Status
+from tidemill.keys import JobField, QueueKeys
 from tidemill.params import StructuredOutputs
 from tidemill_worker.grammar import CompiledGrammar, GrammarCompiler
 
@@ -60,6 +62,40 @@ async def test_a_deadline_passes_while_the_job_waits_in_the_engine(place: Place,
         await client.submit(late)
         assert_expired(await result_of(client, late), 0.3)
         assert engine.runner.names == {f"{first.id}/1"}
+
+
+async def charge_of(place: Place, client: Client, job: Job) -> int:
+    """Units that the ended job was charged; no token came of it."""
+    assert (await result_of(client, job)).usage.completion_tokens == 0
+    return int(await client._redis.hget(QueueKeys(place.queue).job(job.id), JobField.SERVED) or 0)
+
+
+async def test_who_is_cancelled_amid_its_prompt_is_charged_for_it(place: Place, client: Client) -> None:
+    """Who waits for its turn meanwhile is not."""
+    begun, behind = (make_job(None, prompt_token_ids=[100 + number] * 40) for number in range(2))
+    engine = make_paced_engine(max_num_seqs=1, max_num_batched_tokens=8)
+    async with running_worker(place, engine=engine, renewal=0.02, limits=LIMITS) as worker:
+        await client.submit(begun)
+        await eventually(lambda: engine.runner.names)
+        await client.submit(behind)
+        await eventually(lambda: worker.service.held.num_by_priority["normal"] == 2)
+        for job in (begun, behind):
+            await client.cancel(job.id)
+        assert [await charge_of(place, client, job) for job in (begun, behind)] == [40, 1]
+
+
+async def test_whose_deadline_passes_amid_its_prompt_is_charged_for_it(place: Place, client: Client) -> None:
+    """Given a token a step, then one has not come far by then, and the one behind it nowhere."""
+    begun, behind = (
+        make_job(None, prompt_token_ids=[token] * 3000, deadline=deadline)
+        for token, deadline in ((100, 0.4), (101, 0.1))
+    )
+    engine = make_paced_engine(patience=0.005, max_num_seqs=1, max_num_batched_tokens=1)
+    async with running_worker(place, engine=engine, renewal=60.0, limits=LIMITS):
+        await client.submit(begun)
+        await eventually(lambda: engine.runner.names)
+        await client.submit(behind)
+        assert [await charge_of(place, client, job) for job in (begun, behind)] == [3000, 1]
 
 
 async def test_a_deadline_passes_before_the_job_is_prepared(
@@ -110,6 +146,27 @@ async def test_a_worker_claims_again_as_soon_as_its_engine_has_taken_in_what_wai
         assert held.num_live == 6
         engine.runner.allow(20)
         await eventually(lambda: held.num_live == 10)
+
+
+async def test_an_engine_whose_jobs_end_with_their_first_step_never_runs_dry(
+    place: Place, client: Client
+) -> None:
+    """Given prompts of which a step takes in twenty, each with an answer of one token, then during every
+    step there is something ready for the next one."""
+    jobs = [make_job(None, prompt_token_ids=[100 + n] * 16, params={"max_tokens": 1}) for n in range(150)]
+    engine = make_paced_engine(max_num_seqs=64, max_num_batched_tokens=20 * 16)
+    async with running_worker(place, engine=engine, capacity=72, claim_ahead=8) as worker:
+        begun = engine.runner.names
+        await client.submit(jobs[0])
+        await eventually(lambda: begun)
+        async for _ in client.submit_many(jobs[1:]):
+            pass
+        await eventually(lambda: worker.service.held.num_live == 72)
+        num_claimed = partial(value, worker.metrics, "tidemill_jobs_claimed_total")
+        while (num_begun := len(begun)) < len(jobs):
+            await eventually(lambda num_begun=num_begun: num_claimed() > num_begun)
+            engine.runner.allow(1)
+            await eventually(lambda num_begun=num_begun: len(begun) > num_begun)
 
 
 async def test_a_worker_short_of_memory_leaves_to_others_what_it_cannot_run(

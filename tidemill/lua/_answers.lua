@@ -187,5 +187,5 @@ local function refuse(lane, stream, entry)
   local answer = describe(name, 'failed', 'undecodable', 'an entry of a job stream without a job')
   deliver(DEFAULT_RESULTS, name, cjson.encode(answer))
   drop(stream, entry[1])
-  settle(lane)
+  reconcile(lane)
 end

@@ -53,7 +53,7 @@ end
 
 -- A lane without entries has no jobs but delayed ones; what its count says beyond is jobs whose
 -- hash was taken from us, by an eviction perhaps.
-local function settle(lane)
+local function reconcile(lane)
   if redis.call('EXISTS', K.jobs .. lane, K.returned .. lane) > 0 then return end
   if redis.call('ZCARD', K.delayed) > 0 then return end
   local missing = number(redis.call('HGET', K.load, lane))
@@ -64,7 +64,7 @@ end
 local function discount(job)
   local lane = lane_of(job)
   discount_total(1)
-  if redis.call('HINCRBY', K.load, lane, -1) > 0 then return settle(lane) end
+  if redis.call('HINCRBY', K.load, lane, -1) > 0 then return reconcile(lane) end
   redis.call('HDEL', K.load, lane)
   -- Entries that are left stand for no job; the next claim refuses them, and closes the lane.
   if redis.call('EXISTS', K.jobs .. lane, K.returned .. lane) == 0 then close_lane(lane) end

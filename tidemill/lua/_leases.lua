@@ -21,7 +21,7 @@ local function store(job, from, to)
 end
 
 -- What a holder reports of its job: the tokens of its prompt (0 if it does not know them yet), and
--- deltas. The prompt was served once something has come of it.
+-- deltas. While the attempt may still be lost, the prompt counts only if something has come of it.
 local function checkpoint(job, prompt, from, to)
   if not store(job, from, to) then return false end
   local tokens = number(job.tokens)
@@ -40,10 +40,12 @@ local function hand_over(job, worker)
   redis.call('ZREM', K.deadlines, job.id)
 end
 
+-- The time given is that of this reply: the holder counts from when it hears of the job, and a reply that
+-- was lost must not lengthen the deadline.
 local function reply_for(job)
   return {
     job.id, payload_of(job) or '', job.seed or '0', job.attempt, job.failures or '0',
-    job.submitted or '0', job.claimed, job.deadline or '', job.stream and '1' or '0', deltas_of(job),
+    job.submitted or '0', NOW, job.deadline or '', job.stream and '1' or '0', deltas_of(job),
   }
 end
 

@@ -14,16 +14,27 @@
 -- one unit; with sizes that change every 60 jobs, 11.1 to 12.5, and 14.5.
 local NEWS = 1 / 16
 
--- Nothing that a foreign hand writes may make an account infinite.
-local function amount(text)
+-- Nothing that a foreign hand writes may make an account infinite: nil for what cannot be counted on.
+local function countable(text)
   local value = tonumber(text)
-  return value and value >= 0 and value < 2 ^ 53 and value or 0
+  return value and value >= 0 and value < 2 ^ 53 and value or nil
 end
 
+local function amount(text) return countable(text) or 0 end
+
+-- What the lane's tenant stands in line with.
+local function standing_of(lane)
+  local kind, tenant = string.match(lane, '^([^:]*:[^:]*):(.*)$')
+  return amount(redis.call('ZSCORE', K.active .. kind, tenant))
+end
+
+-- The place in line outlives an account that is lost or damaged: nobody gets ahead by that.
 local function read_account(lane)
   local text = redis.call('HGET', K.accounts, lane) or ''
-  local served, promised = string.match(text, '^(%S+) (%S+)$')
-  return {served = amount(served), promised = amount(promised)}
+  local first, second = string.match(text, '^(%S+) (%S+)$')
+  local served = countable(first)
+  if not served then return {served = standing_of(lane), promised = 0} end
+  return {served = served, promised = amount(second)}
 end
 
 local function write_account(lane, account)
@@ -51,6 +62,11 @@ local function least_service(job)
   local first = redis.call('ZRANGE', active_of(job), 0, 0)[1]
   if first then return read_account(job.version .. ':' .. job.priority .. ':' .. first).served end
   return amount(redis.call('HGET', K.clock, job.priority))
+end
+
+-- Notes, of the lane that has just been chosen, what `least_service` says when nobody is in line.
+local function set_clock(priority, lane)
+  redis.call('HSET', K.clock, priority, read_account(lane).served)
 end
 
 -- Having been away earns nothing: who comes (back) is lifted to the least served. Nor is anything forgotten:

@@ -139,7 +139,7 @@ while #replies < room and patience > 0 do
   if not candidate then break end
   local reply = serve(candidate)
   if reply then
-    redis.call('HSET', K.clock, candidate.priority, read_account(candidate.lane).served)
+    set_clock(candidate.priority, candidate.lane)
     replies[#replies + 1] = reply
   end
 end

@@ -59,7 +59,7 @@ class Admission:
     clock: Callable[[], float] = time.monotonic
 
     def hold(self, claimed: Claimed) -> HeldJob:
-        """The claimed job as this process will track it."""
+        """The claimed job as this process will track it, from the moment its reply has come."""
         now = self.clock()
         deadline = None
         if claimed.deadline_ms is not None:
@@ -110,7 +110,7 @@ class Admission:
         choices = self._open_choices(claimed, held, params, prompt)
         if not choices and params.prompt_logprobs is None:
             return self.answers.completed_before(held)
-        return Request(
+        held.request = Request(
             id=held.request_id,
             prompt_token_ids=prompt,
             params=params,
@@ -121,6 +121,7 @@ class Admission:
             salt=job.tenant.encode(),
             deadline=held.deadline,
         )
+        return held.request
 
     def _expired(self, claimed: Claimed, held: HeldJob, params: SamplingParams) -> Result:
         """The answer to a job that came too late, with what earlier attempts have stored of it.

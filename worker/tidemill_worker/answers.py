@@ -37,7 +37,7 @@ class Answers:
             Status.SUCCEEDED if output.error is None else Status.FAILED,
             cached_tokens=output.num_cached_tokens,
             prompt_logprobs=_prompt_logprobs(held, output.prompt_logprobs),
-            timings=_timings(held, output.marks),
+            marks=output.marks,
             error=output.error,
         )
 
@@ -66,7 +66,7 @@ class Answers:
         if limit is not None:
             message = f"deadline: {limit:g} s passed before the job finished"
         info = ErrorInfo(code=ErrorCode.DEADLINE_EXCEEDED, message=message, field="deadline", limit=limit)
-        return self._result(held, Status.EXPIRED, timings=_timings(held, marks), error=info)
+        return self._result(held, Status.EXPIRED, marks=marks, error=info)
 
     def _result(
         self,
@@ -75,7 +75,7 @@ class Answers:
         *,
         cached_tokens: int = 0,
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
-        timings: Timings | None = None,
+        marks: Marks | None = None,
         error: ErrorInfo | None = None,
     ) -> Result:
         first, *others = (_choice(held, choice, status) for choice in held.choices)
@@ -91,7 +91,7 @@ class Answers:
             prompt_logprobs=prompt_logprobs,
             alternatives=tuple(others),
             usage=_usage(held, (first, *others), cached_tokens),
-            timings=timings or Timings(queued=held.queued),
+            timings=_timings(held, marks),
             attempts=held.attempt,
             worker=self.worker,
             metadata=held.job.metadata if held.job else {},
@@ -129,8 +129,10 @@ def _prompt_logprobs(
 
 
 def _timings(held: HeldJob, marks: Marks | None) -> Timings:
+    """Without the engine's marks, all that is known is whether it had begun the job, and when."""
     if marks is None:
-        return Timings(queued=held.queued)
+        scheduled = None if held.request is None else held.request.scheduled
+        return Timings(queued=held.queued, waiting=None if scheduled is None else scheduled - held.claimed)
     return Timings(
         queued=held.queued,
         waiting=marks.scheduled - held.claimed,

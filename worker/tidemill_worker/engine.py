@@ -70,7 +70,7 @@ class StepOutput:
     error: ErrorInfo | None = None
     """Why the whole request ends here, without all that was asked for."""
     marks: Marks | None = None
-    """Set, like the rest, when this is the request's last output."""
+    """Set, like the rest, when this is the request's last output, unless nothing of it was begun."""
     prompt_logprobs: tuple[RankedToken, ...] | None = None
     num_cached_tokens: int = 0
 
@@ -90,7 +90,11 @@ class EngineStats:
     """A look at the engine between two steps; what counts, counts from its start."""
 
     num_running: int
+    num_rows: int
+    """Generations that the last step computed something of; some of them may have ended with it."""
     num_waiting: int
+    num_aside: int
+    """Those of `num_waiting` that need nothing but what another one is computing."""
     kv_usage: float
     swap_usage: float
     num_preemptions: int
@@ -107,6 +111,11 @@ class EngineStats:
     num_steps: int
     """Steps that computed or copied something."""
 
+    @property
+    def num_without_room(self) -> int:
+        """Generations that wait for a slot, for tokens of a step, or for memory."""
+        return self.num_waiting - self.num_aside
+
 
 @dataclass
 class Engine:
@@ -120,6 +129,7 @@ class Engine:
     _generations: dict[SequenceId, Generation] = field(default_factory=dict)
     _deadlines: Deadlines = field(default_factory=Deadlines)
     _num_added: int = 0
+    _num_rows: int = 0
     _prompt_tokens: int = 0
     _generation_tokens: int = 0
     _num_steps: int = 0
@@ -161,6 +171,7 @@ class Engine:
         expired = self._expire(self.clock())
         self.scheduler.costs = self.runner.costs
         plan = self.scheduler.schedule()
+        self._num_rows = len(plan.rows)
         if plan.is_empty:
             return expired
         self._mark_scheduled(plan)
@@ -184,7 +195,9 @@ class Engine:
         scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
+            num_rows=self._num_rows,
             num_waiting=scheduler.num_waiting,
+            num_aside=scheduler.num_aside,
             kv_usage=scheduler.kv_usage,
             swap_usage=scheduler.swap_usage,
             num_preemptions=scheduler.counters.num_preemptions,
@@ -249,8 +262,8 @@ class Engine:
         for row in plan.rows:
             generation = self._generations[row.sequence]
             owner = generation.owner
-            if owner.scheduled is None:
-                owner.scheduled = self.clock()
+            if owner.request.scheduled is None:
+                owner.request.scheduled = self.clock()
                 # What a sibling finds later is what this one has computed.
                 owner.num_cached_tokens = generation.sequence.num_cached_tokens
 

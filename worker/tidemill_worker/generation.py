@@ -53,14 +53,15 @@ class OpenRequest:
     prompt_logprobs: list[RankedToken] = field(default_factory=list)
     """Of the prompt's second token and those after it, as far as they are computed."""
     num_cached_tokens: int = 0
-    scheduled: float | None = None
     first_token: float | None = None
 
-    def marks(self, now: float) -> Marks:
-        """The stages, `now` being the last of them."""
+    def marks(self, now: float) -> Marks | None:
+        """The stages, `now` being the last of them; `None` if it ends before it was begun."""
+        if self.request.scheduled is None:
+            return None
         return Marks(
             added=self.added,
-            scheduled=now if self.scheduled is None else self.scheduled,
+            scheduled=self.request.scheduled,
             first_token=now if self.first_token is None else self.first_token,
             finished=now,
         )

@@ -16,7 +16,7 @@ from tidemill.jobs import Delta, Job, JobId, Priority, TokenLogprobs
 from tidemill.moves import Renewal
 from tidemill_worker.engine import StepOutput
 from tidemill_worker.held_choice import HeldChoice, Piece
-from tidemill_worker.request import Ending
+from tidemill_worker.request import Ending, Request
 from tidemill_worker.token_logprobs import StoredToken, TokenText
 
 RequestId = NewType("RequestId", str)
@@ -47,6 +47,8 @@ class HeldJob:
     prepares it, if it has not come so far."""
     job: Job | None = None
     """What was asked for; `None` until the payload is decoded."""
+    request: Request | None = None
+    """What the engine is asked for; `None` until the job is prepared."""
     num_prompt_tokens: int = 0
     ended: bool = False
     """Its result is decided; later tokens, cancellations and deadlines change nothing."""

@@ -26,7 +26,8 @@ BITE = 16
 URGENT_PART = 8
 """A full worker takes up to this part of its capacity on top, for jobs that may not wait."""
 URGENT_INTERVAL = 0.25
-"""Seconds between a full worker's looks for such jobs; the doorbell would ring for all others too."""
+"""Seconds between a full worker's looks for such jobs, for the doorbell would ring for all others too; and
+for room that nobody tells it of, such as what a cancelled job leaves in the engine."""
 
 
 class Intake:
@@ -38,7 +39,8 @@ class Intake:
     Args:
         capacity: generations held at once, running and prepared; no more jobs are claimed when there
             are so many. A job's number of them is known once it is decoded.
-        claim_ahead: how many of these the engine is not meant to run yet.
+        claim_ahead: how many of these the engine is not meant to run yet. If one step takes in more than
+            these, and ends them too, the next one may be smaller than it could be.
         stats: the engine's state after its last step.
         reclaim_interval: seconds between looks for jobs whose worker has gone.
         submit, abort: hand a request to the engine, and take it back.
@@ -128,12 +130,15 @@ class Intake:
         """Generations of use here now: an engine that lets some wait has no place for more.
 
         Whether it lacks slots, tokens or memory is all the same, and so is whether those that wait are
-        new or were preempted: what it cannot run is better left to other workers.
+        new or were preempted: what it cannot run is better left to other workers. What it can run is not
+        only what still runs after a step but also what ended with it: of prompts with an answer of one
+        token, all.
         """
         stats = self._stats()
-        if stats.num_waiting == 0:
+        if stats.num_without_room == 0:
             return self._capacity
-        return min(self._capacity, stats.num_running + self._claim_ahead)
+        num_runnable = max(stats.num_running, stats.num_rows, 1)  # 1: who holds nothing always has a place
+        return min(self._capacity, num_runnable + self._claim_ahead)
 
     async def _until_reachable(self) -> None:
         for pause in pauses():

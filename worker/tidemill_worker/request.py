@@ -78,6 +78,8 @@ class Request:
     salt: bytes = b""
     deadline: float | None = None
     """When the answer becomes worthless, in seconds of the engine's clock."""
+    scheduled: float | None = None
+    """When the engine began to compute it, by that clock. The engine sets it; other threads may look."""
 
 
 @dataclass(frozen=True)

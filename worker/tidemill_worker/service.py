@@ -105,7 +105,7 @@ class Service:
         self._log = structlog.get_logger()
         # One with many logprobs takes a second, in which steps go on.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tidemill-writer")
-        self._num_waiting = 0
+        self._num_without_room = 0
         self._drain = asyncio.Event()
         self._release = asyncio.Event()
         self._failed = False
@@ -260,8 +260,8 @@ class Service:
             self._observer.progressed(held, output)
             if output.finished:
                 self._writer.submit(self._write, held, output)
-        was_waiting, self._num_waiting = self._num_waiting, self.engine.stats.num_waiting
-        if self._num_waiting < was_waiting:
+        before, self._num_without_room = self._num_without_room, self.engine.stats.num_without_room
+        if self._num_without_room < before:
             self._wake_intake()
 
     def _wake_intake(self) -> None:

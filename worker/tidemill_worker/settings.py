@@ -89,7 +89,8 @@ class WorkerSettings(BaseSettings):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for compute; default: all cores this process may use."""
     claim_ahead: int = Field(default=8, ge=0)
-    """Generations claimed beyond `max_num_seqs`, tokenized and ready for the next free place."""
+    """Generations claimed beyond `max_num_seqs`, or beyond what runs while some wait for tokens or memory,
+    tokenized and ready for the next free place; raise it if one step takes in more."""
 
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),

@@ -1,0 +1,78 @@
+"""How many jobs a worker claims, by what its engine has to say after a step."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.worker.factories import make_held, make_stats
+from tidemill_worker.engine import EngineStats
+from tidemill_worker.held import HeldJobs
+from tidemill_worker.intake import Intake
+
+
+def make_intake(
+    stats: EngineStats, *, num_held: int, num_ended: int = 0, capacity: int = 72, claim_ahead: int = 8
+) -> Intake:
+    """One that is asked about its room, and claims nothing."""
+    held = HeldJobs()
+    for number in range(num_held + num_ended):
+        held.hold(make_held(str(number), ended=number < num_ended))
+    unused: Any = None
+    return Intake(
+        unused,
+        unused,
+        held,
+        worker="w1",
+        capacity=capacity,
+        claim_ahead=claim_ahead,
+        stats=lambda: stats,
+        reclaim_interval=1.0,
+        submit=unused,
+        abort=unused,
+        answer=unused,
+        changed=asyncio.Event(),
+        claimed=unused,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stats", "num_held", "room"),
+    [
+        pytest.param({}, 0, 72, id="idle"),
+        pytest.param({"num_running": 30, "num_rows": 30}, 30, 42, id="nobody waits"),
+        pytest.param({"num_running": 30, "num_rows": 30, "num_waiting": 2}, 32, 6, id="short of memory"),
+        pytest.param({"num_running": 30, "num_rows": 30, "num_waiting": 20}, 50, 0, id="too many held"),
+        pytest.param({"num_rows": 20, "num_waiting": 12}, 12, 16, id="all of the step ended"),
+        pytest.param({"num_running": 10, "num_rows": 30, "num_waiting": 12}, 22, 16, id="some of it ended"),
+        pytest.param({"num_running": 30, "num_rows": 20, "num_waiting": 4}, 34, 4, id="some had no row"),
+        pytest.param({"num_running": 30, "num_waiting": 5, "num_aside": 5}, 35, 37, id="all stand aside"),
+        pytest.param({"num_running": 30, "num_waiting": 5, "num_aside": 4}, 35, 3, id="most stand aside"),
+        pytest.param({"num_running": 70, "num_waiting": 1}, 71, 1, id="at most the capacity"),
+    ],
+)
+def test_room_is_for_what_the_engine_can_run_and_a_few_more(
+    stats: dict[str, int], num_held: int, room: int
+) -> None:
+    assert make_intake(make_stats(**stats), num_held=num_held).room == room
+
+
+@pytest.mark.parametrize(
+    ("stats", "num_held", "room"),
+    [
+        pytest.param({"num_rows": 20, "num_waiting": 12}, 12, 8, id="all of the step ended"),
+        pytest.param({"num_rows": 20, "num_waiting": 20}, 20, 0, id="the next step is full"),
+        pytest.param({"num_waiting": 3}, 0, 1, id="what waited has just been cancelled"),
+    ],
+)
+def test_without_looking_ahead_there_is_room_for_one_step(
+    stats: dict[str, int], num_held: int, room: int
+) -> None:
+    assert make_intake(make_stats(**stats), num_held=num_held, claim_ahead=0).room == room
+
+
+def test_nothing_is_claimed_while_results_pile_up() -> None:
+    assert make_intake(make_stats(), num_held=0, num_ended=71).room == 72
+    assert make_intake(make_stats(), num_held=0, num_ended=72).room == 0
