@@ -180,6 +180,8 @@ async def test_every_job_gets_its_own_answer(
     await until(lambda: worker.metric("tidemill_requests_running") == 0)
     assert worker.metric("tidemill_kv_cache_usage_ratio") == 0
     assert worker.metric("tidemill_requests_waiting") == 0
+    assert worker.metric("tidemill_prefix_cache_queries_total") > 0
+    assert worker.metric("tidemill_swap_cache_queries_total") == 0  # there is no swap space
     assert worker.is_alive
 
 

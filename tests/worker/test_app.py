@@ -11,7 +11,7 @@ from tests.worker.factories import FakeEngine, Place, make_limits, make_stats, m
 from tests.worker.model.factories import make_tiny_llama
 from tests.worker.sizes import make_sizing
 from tidemill.errors import ConfigurationError
-from tidemill_scheduler import PreemptionMode, RestoreCosts
+from tidemill_scheduler import RestoreCosts
 from tidemill_worker.app import (
     HealthProbe,
     ServedModel,
@@ -19,29 +19,11 @@ from tidemill_worker.app import (
     build_model,
     build_service,
     rehearse,
-    scheduler_config,
 )
 from tidemill_worker.grammar import GrammarCompiler
 from tidemill_worker.held import HeldJobs
 from tidemill_worker.metrics import Metrics
 from tidemill_worker.settings import load_settings
-
-
-def test_the_sizes_reach_the_scheduler() -> None:
-    settings = load_settings({"preemption_mode": "swap", "swap_space": 0.5, "enable_prefix_caching": False})
-    sizing = make_sizing(settings, num_blocks=100)
-    config = scheduler_config(settings, sizing)
-    assert (config.num_blocks, config.num_swap_blocks) == (100, sizing.num_swap_blocks)
-    assert (config.max_model_len, config.block_size) == (2048, 16)
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (6, 512)
-    assert config.preemption_mode is PreemptionMode.SWAP
-    assert not config.enable_prefix_caching
-
-
-def test_sizes_that_the_scheduler_cannot_work_with_are_named() -> None:
-    settings = load_settings({"enable_chunked_prefill": False, "max_num_batched_tokens": 512})
-    with pytest.raises(ConfigurationError, match=r"^max_num_batched_tokens is 512, must"):
-        scheduler_config(settings, make_sizing(settings, num_blocks=100))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.worker.model.architectures import ARCHITECTURES
 from tests.worker.model.factories import make_tiny_llama
 from tests.worker.model.well_known import LLAMA_3_1_8B
 from tidemill.__main__ import main
+from tidemill.errors import ConfigurationError
 from tidemill.exit_codes import ExitCode
 from tidemill_worker.app import build_model
 from tidemill_worker.capacity import Capacity, plan_capacity, report
@@ -74,6 +76,14 @@ def test_what_was_planned_is_accepted_as_settings(tmp_path: Path) -> None:
     assert {name: choice.value for name, choice in again.choices.items()} == flags
 
 
+def test_numbers_are_written_in_full(tmp_path: Path) -> None:
+    """Given a large number, then what is printed is what was set, and a worker takes it."""
+    flags = {"max_num_batched_tokens": 1_010_000, "swap_space": 0.1234567}
+    words = [line.split()[:2] for line in report(plan(make_llama_8b(tmp_path), gpu_memory=24, **flags))]
+    assert ["--max-num-batched-tokens", "1010000"] in words
+    assert ["--swap-space", "0.1234567"] in words
+
+
 def test_memory_that_is_set_takes_the_place_of_the_share(tmp_path: Path) -> None:
     assert plan(make_llama_8b(tmp_path), gpu_memory=24, kv_cache_memory=2).sizing.num_blocks == 2**31 // 2**21
 
@@ -91,7 +101,24 @@ def test_memory_that_is_set_takes_the_place_of_the_share(tmp_path: Path) -> None
             "kv_cache_memory=10: the weights leave 9.042 GiB of the GPU's 24 GiB",
         ),
         (["--gpu-memory", "24", "--max-model-len", "200000"], "max_model_len=200000: the model's context is"),
-        (["--dtype", "bfloat16"], "dtype=bfloat16: on CPU the model runs in float32"),
+        (
+            ["--dtype", "bfloat16"],
+            "dtype=bfloat16: on CPU the model runs in float32; give --gpu-memory for a GPU",
+        ),
+        (
+            ["--gpu-memory-utilization", "0.9"],
+            "gpu_memory_utilization=0.9: a worker on CPU has no share of a GPU; give --gpu-memory for a GPU",
+        ),
+        (["--gpu-memory", "inf"], "gpu_memory=inf: give a finite number of GiB"),
+        (["--gpu-memory", "1e300"], "gpu_memory=1e+300: give a finite number of GiB"),
+        (
+            ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"],
+            "max_num_batched_tokens is 512, must be at least 131073: without chunked prefill a whole",
+        ),
+        (
+            ["--preemption-mode", "recompute", "--swap-space", "4"],
+            "swap_space=4: preemption_mode=recompute has no use for it",
+        ),
         (["--mean-length", "200000"], "mean_length=200000: a sequence has at most 131072 tokens"),
         (
             ["--kv-cache-memory", "0.001"],
@@ -107,6 +134,11 @@ def test_what_does_not_fit_is_a_usage_error(
     assert captured.out == ""
     assert captured.err.startswith(f"tidemill: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_memory_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"^gpu_memory=nan: give a finite number of GiB$"):
+        plan(make_llama_8b(tmp_path), gpu_memory=math.nan)
 
 
 def test_what_is_not_served_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +176,12 @@ def test_people_read_sizes_in_units_and_the_settings_with_their_reasons(tmp_path
         "--max-num-batched-tokens 2048 the default on a GPU",
         "--swap-space 4 the default on a GPU, which copies KV blocks sooner than it computes them again",
     ]
+
+
+def test_people_are_told_that_the_worker_is_one_on_cpu(tmp_path: Path) -> None:
+    lines = [" ".join(line.split()) for line in report(plan(make_llama_8b(tmp_path)))]
+    assert "device CPU (give --gpu-memory for a GPU)" in lines
+    assert not any(line.startswith("GPU memory") for line in lines)
 
 
 def test_weights_are_neither_read_nor_needed(tmp_path: Path) -> None:

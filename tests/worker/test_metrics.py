@@ -135,7 +135,7 @@ def test_the_engine_is_read_when_asked() -> None:
     metrics = Metrics("tiny")
     stats = make_stats(num_running=3, num_waiting=2, kv_usage=0.25, num_preemptions=4, generation_tokens=99)
     current = [stats]
-    metrics.watch(lambda: current[0])
+    metrics.watch(lambda: current[0], has_swap_space=False)
     for running, usage in (
         ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
         ("tidemill_requests_running", "tidemill_kv_cache_usage_ratio"),
@@ -153,7 +153,8 @@ def test_preemptions_and_swapped_blocks_are_told_apart() -> None:
     metrics.watch(
         lambda: make_stats(
             num_preemptions=5, num_swap_preemptions=3, blocks_swapped_out=40, blocks_swapped_in=30
-        )
+        ),
+        has_swap_space=True,
     )
     by_kind = [
         value(metrics, "tidemill_preemptions_by_kind_total", kind=kind) for kind in ("swap", "recompute")
@@ -168,7 +169,10 @@ def test_hits_in_the_swap_space_are_those_of_an_outer_tier() -> None:
     """As in vLLM, the outer tier is asked for what the inner one does not have, and each counts its hits."""
     metrics = Metrics("tiny")
     metrics.watch(
-        lambda: make_stats(prefix_query_tokens=100, prefix_hit_tokens=70, swap_hit_tokens=30, swap_usage=0.75)
+        lambda: make_stats(
+            prefix_query_tokens=100, prefix_hit_tokens=70, swap_hit_tokens=30, swap_usage=0.75
+        ),
+        has_swap_space=True,
     )
     for inner, outer in (
         ("vllm:prefix_cache", "vllm:external_prefix_cache"),
@@ -178,6 +182,14 @@ def test_hits_in_the_swap_space_are_those_of_an_outer_tier() -> None:
         outer_counts = value(metrics, f"{outer}_queries_total"), value(metrics, f"{outer}_hits_total")
         assert (inner_counts, outer_counts) == ((100, 40), (60, 30))
     assert value(metrics, "tidemill_swap_usage_ratio") == 0.75
+
+
+@pytest.mark.parametrize("outer", ["vllm:external_prefix_cache", "tidemill_swap_cache"])
+def test_nothing_is_looked_up_in_a_swap_space_that_is_not_there(outer: str) -> None:
+    metrics = Metrics("tiny")
+    metrics.watch(lambda: make_stats(prefix_query_tokens=100, prefix_hit_tokens=70), has_swap_space=False)
+    assert value(metrics, f"{outer}_queries_total") == value(metrics, f"{outer}_hits_total") == 0
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 100
 
 
 def test_claims_and_their_time_in_the_queue_are_counted() -> None:

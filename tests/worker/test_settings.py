@@ -126,3 +126,9 @@ def test_settings_are_frozen_and_all_described() -> None:
         load_settings().lease = 3.0
     undescribed = [name for name, field in WorkerSettings.model_fields.items() if not field.description]
     assert undescribed == []
+
+
+@pytest.mark.parametrize("field", ["kv_cache_memory", "swap_space"])
+def test_memory_beyond_any_machine_is_refused(field: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{field}=1e\+300: .*1000000"):
+        load_settings({field: 1e300})

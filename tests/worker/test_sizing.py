@@ -6,21 +6,28 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.worker.sizes import SMOLLM2, make_sizing
 from tidemill.errors import ConfigurationError
-from tidemill_scheduler import SchedulerConfig
-from tidemill_worker.app import scheduler_config
+from tidemill_scheduler import PreemptionMode, SchedulerConfig
 from tidemill_worker.settings import load_settings
-from tidemill_worker.sizing import ON_CPU, ON_GPU, kv_cache_memory, sequences_in, size
+from tidemill_worker.sizing import (
+    ON_CPU,
+    ON_GPU,
+    Defaults,
+    kv_cache_memory,
+    scheduler_config,
+    sequences_in,
+    size,
+)
 
 
 def test_an_ordinary_worker_on_cpu_has_64_places() -> None:
     """1 GiB for SmolLM2, as every benchmark has it."""
     sizing = make_sizing(context=8192)
-    assert (sizing.num_blocks, sizing.kv_cache_tokens) == (1456, 23_296)
+    assert (sizing.num_blocks, sizing.kv_tokens) == (1456, 23_296)
     assert (sizing.max_num_seqs.value, sizing.max_num_batched_tokens.value) == (64, 512)
     assert (sizing.num_swap_blocks, sizing.swap_space.value) == (0, 0.0)
     assert sizing.max_model_len == 8192
@@ -81,23 +88,49 @@ def test_what_is_chosen_goes_with_what_is_set(
     assert why in f"{seqs.reason}; {tokens.reason}"
 
 
+def test_the_sizes_reach_the_scheduler() -> None:
+    settings = load_settings({"preemption_mode": "swap", "swap_space": 0.5, "enable_prefix_caching": False})
+    sizing = make_sizing(settings, num_blocks=100)
+    config = scheduler_config(settings, sizing)
+    assert (config.num_blocks, config.num_swap_blocks) == (100, sizing.num_swap_blocks)
+    assert (config.max_model_len, config.block_size) == (2048, 16)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (6, 512)
+    assert config.preemption_mode is PreemptionMode.SWAP
+    assert not config.enable_prefix_caching
+
+
 @given(
     num_blocks=st.integers(1, 5000),
     context=st.integers(2, 10_000),
     mean_length=st.integers(2, 10_000),
     seqs=st.none() | st.integers(1, 2000),
+    beyond_context=st.none() | st.integers(-100, 100) | st.integers(-10_000, 5_000),
     chunked=st.booleans(),
     defaults=st.sampled_from([ON_CPU, ON_GPU]),
 )
-def test_whatever_is_chosen_the_scheduler_takes(
-    num_blocks: int, context: int, mean_length: int, seqs: int | None, chunked: bool, defaults: object
+def test_the_scheduler_takes_what_is_chosen_and_refuses_what_was_set_too_small(
+    num_blocks: int,
+    context: int,
+    mean_length: int,
+    seqs: int | None,
+    beyond_context: int | None,
+    chunked: bool,
+    defaults: Defaults,
 ) -> None:
-    settings = load_settings({"max_num_seqs": seqs, "enable_chunked_prefill": chunked})
+    tokens = None if beyond_context is None else max(1, context + beyond_context)
+    assume(tokens is None or tokens >= (seqs or 1))
+    settings = load_settings(
+        {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "enable_chunked_prefill": chunked}
+    )
     sizing = make_sizing(
         settings, num_blocks=num_blocks, context=context, mean_length=mean_length, defaults=defaults
     )
-    config = scheduler_config(settings, sizing)
-    assert config.max_total_tokens == sizing.longest_sequence.value
+    if chunked or tokens is None or tokens >= context + (seqs or 1):
+        config = scheduler_config(settings, sizing)
+        assert config.max_total_tokens == sizing.longest_sequence.value
+    else:
+        with pytest.raises(ConfigurationError, match=f"^max_num_batched_tokens is {tokens}, must"):
+            scheduler_config(settings, sizing)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +138,7 @@ def test_whatever_is_chosen_the_scheduler_takes(
     [
         ({}, 4.0, "the default on a GPU"),
         ({"preemption_mode": "recompute"}, 0.0, "preemption_mode=recompute has no use for it"),
-        ({"preemption_mode": "recompute", "swap_space": 1}, 1.0, "as it was set"),
+        ({"preemption_mode": "recompute", "swap_space": 0}, 0.0, "as it was set"),
         ({"preemption_mode": "swap", "swap_space": 1}, 1.0, "as it was set"),
         ({"swap_space": 0}, 0.0, "as it was set"),
     ],
@@ -129,6 +162,11 @@ def test_the_swap_space_goes_with_the_preemption_mode(
         ),
         ({"swap_space": 0.0005}, 2**30, r"swap_space: not even one block of 16 tokens .* in 0\.512 MiB$"),
         ({"preemption_mode": "swap"}, 2**30, "preemption_mode=swap: there is no swap space; set swap_space"),
+        (
+            {"preemption_mode": "recompute", "swap_space": 0.5},
+            2**30,
+            r"swap_space=0\.5: preemption_mode=recompute has no use for it; leave one of them out$",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(flags: dict[str, object], memory: int, message: str) -> None:

@@ -24,7 +24,6 @@ from tidemill.errors import ConfigurationError, QueueUnavailable
 from tidemill.moves import QueueSettings
 from tidemill.params import SamplingParams
 from tidemill.queue import Queue
-from tidemill_scheduler.config import SchedulerConfig
 from tidemill_scheduler.scheduler import Scheduler
 from tidemill_worker.admission import Admission, ModelLimits
 from tidemill_worker.answers import Answers
@@ -37,7 +36,7 @@ from tidemill_worker.recorder import CONCURRENCY, pauses
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.service import Service, ServiceConfig
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
-from tidemill_worker.sizing import GIB, Choice, Sizing, defaults_of, kv_cache_memory, size
+from tidemill_worker.sizing import GIB, Choice, Sizing, defaults_of, kv_cache_memory, scheduler_config, size
 from tidemill_worker.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -91,12 +90,12 @@ def serve(settings: WorkerSettings) -> bool:
             dtype=model.dtype,
             seconds=round(time.monotonic() - started, 1),
             max_model_len=model.limits.max_model_len,
-            kv_cache_tokens=model.sizing.kv_cache_tokens,
+            kv_cache_tokens=model.sizing.kv_tokens,
             swap_tokens=model.sizing.swap_tokens,
         )
         structlog.get_logger().info("sized", **_told(model.sizing.choices))
         service = build_service(settings, model, open_queue, metrics)
-        metrics.watch(lambda: service.engine.stats)
+        metrics.watch(lambda: service.engine.stats, has_swap_space=model.sizing.num_swap_blocks > 0)
         probe.service = service
         try:
             return asyncio.run(_run(service))
@@ -206,28 +205,6 @@ def rehearse(engine: Engine, tokenizer: Tokenizer) -> None:
     engine.add(Request("rehearsal", [0, 0, 0], params, 0, choices))
     while engine.has_unfinished:
         engine.step()
-
-
-def scheduler_config(settings: WorkerSettings, sizing: Sizing) -> SchedulerConfig:
-    """The scheduler's limits.
-
-    Raises:
-        ConfigurationError: naming the setting that does not go with the others or with the model.
-    """
-    try:
-        return SchedulerConfig(
-            num_blocks=sizing.num_blocks,
-            num_swap_blocks=sizing.num_swap_blocks,
-            preemption_mode=settings.preemption_mode,
-            max_model_len=sizing.max_model_len,
-            block_size=settings.block_size,
-            max_num_seqs=sizing.max_num_seqs.value,
-            max_num_batched_tokens=sizing.max_num_batched_tokens.value,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            enable_chunked_prefill=settings.enable_chunked_prefill,
-        )
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
 
 
 def build_service(

@@ -5,9 +5,10 @@ Reads the model's configuration and no weights. What the worker would refuse is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import ConfigurationError
 from tidemill_worker.model.checkpoint import embedded_gguf, locate_config
@@ -16,7 +17,21 @@ from tidemill_worker.model.kv_cache import KVCacheSpec
 from tidemill_worker.model.loader import load_config, stored_dtype
 from tidemill_worker.model.outline import outline, quantized_weight_bytes
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
-from tidemill_worker.sizing import GIB, MEAN_LENGTH, Choice, Sizing, defaults_of, kv_cache_memory, size
+from tidemill_worker.sizing import (
+    GIB,
+    MEAN_LENGTH,
+    Choice,
+    Sizing,
+    defaults_of,
+    kv_cache_memory,
+    scheduler_config,
+    size,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+FOR_A_GPU = "give --gpu-memory for a GPU"
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Capacity:
             "kv_bytes_per_block": sizing.spec.bytes_per_block,
             "kv_cache_bytes": sizing.num_blocks * sizing.spec.bytes_per_block,
             "kv_cache_blocks": sizing.num_blocks,
-            "kv_cache_tokens": sizing.kv_cache_tokens,
+            "kv_cache_tokens": sizing.kv_tokens,
             "swap_blocks": sizing.num_swap_blocks,
             "swap_tokens": sizing.swap_tokens,
             "mean_length": sizing.mean_length,
@@ -84,8 +99,8 @@ def plan_capacity(settings: WorkerSettings, *, gpu_memory: float | None, mean_le
         ModelUnsupported: there is no such model, or it cannot be served.
         ConfigurationError: the model does not fit, or a setting does not go with it.
     """
-    total = None if gpu_memory is None else int(gpu_memory * GIB)
-    device = choose_device("cpu" if total is None else "cuda", settings.dtype, obstacle=None)
+    total = _gpu_memory(settings, gpu_memory)
+    device = _device(settings, total)
     place = embedded_gguf() if settings.model == EMBEDDED_MODEL else locate_config(settings.model)
     config = load_config(place)
     dtype = choose_dtype(settings.dtype, device, stored=stored_dtype(config))
@@ -105,6 +120,7 @@ def plan_capacity(settings: WorkerSettings, *, gpu_memory: float | None, mean_le
         raise ConfigurationError(
             f"mean_length={mean_length}: a sequence has at most {sizing.max_model_len} tokens (max_model_len)"
         )
+    scheduler_config(settings, sizing)  # refuses what only the scheduler knows to be wrong
     return Capacity(
         model=settings.model_name,
         dtype=str(dtype).removeprefix("torch."),
@@ -113,6 +129,25 @@ def plan_capacity(settings: WorkerSettings, *, gpu_memory: float | None, mean_le
         gpu_memory=total,
         sizing=sizing,
     )
+
+
+def _gpu_memory(settings: WorkerSettings, gpu_memory: float | None) -> int | None:
+    """Bytes of the GPU; `None` without one."""
+    if gpu_memory is None:
+        if "gpu_memory_utilization" in settings.model_fields_set:
+            share = f"gpu_memory_utilization={settings.gpu_memory_utilization:g}"
+            raise ConfigurationError(f"{share}: a worker on CPU has no share of a GPU; {FOR_A_GPU}")
+        return None
+    if not math.isfinite(gpu_memory * GIB):
+        raise ConfigurationError(f"gpu_memory={gpu_memory:g}: give a finite number of GiB")
+    return int(gpu_memory * GIB)
+
+
+def _device(settings: WorkerSettings, total: int | None) -> torch.device:
+    try:
+        return choose_device("cpu" if total is None else "cuda", settings.dtype, obstacle=None)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; {FOR_A_GPU}") from error
 
 
 def _kv_cache_memory(settings: WorkerSettings, total: int | None, weights: int) -> int:
@@ -140,11 +175,13 @@ def report(capacity: Capacity) -> Iterator[str]:
     spec, longest = sizing.spec, sizing.longest_sequence.value
     yield row("model", f"{capacity.model}, {capacity.num_parameters:,} parameters, {capacity.dtype}")
     yield row("weights", _size(capacity.weight_bytes))
-    if capacity.gpu_memory is not None:
+    if capacity.gpu_memory is None:
+        yield row("device", f"CPU ({FOR_A_GPU})")
+    else:
         yield row("GPU memory", _size(capacity.gpu_memory))
     yield row("KV cache", _size(sizing.num_blocks * spec.bytes_per_block))
     yield row("  a token takes", _size(spec.bytes_per_token))
-    yield row("  room for", _room(sizing.kv_cache_tokens, sizing.num_blocks, spec.block_size))
+    yield row("  room for", _room(sizing.kv_tokens, sizing.num_blocks, spec.block_size))
     for length in dict.fromkeys((sizing.mean_length, longest)):
         count = sizing.num_sequences(length)
         yield row("", f"{count:,} sequence{'' if count == 1 else 's'} of {length:,} tokens")
@@ -153,7 +190,7 @@ def report(capacity: Capacity) -> Iterator[str]:
         yield row("  room for", _room(sizing.swap_tokens, sizing.num_swap_blocks, spec.block_size))
     yield ""
     for name, choice in capacity.choices.items():
-        yield row(f"--{name.replace('_', '-')} {choice.value:g}", choice.reason)
+        yield row(f"--{name.replace('_', '-')} {choice.value:.15g}", choice.reason)
 
 
 def _room(tokens: int, blocks: int, block_size: int) -> str:

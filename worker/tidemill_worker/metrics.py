@@ -38,7 +38,9 @@ REQUEST_BUCKETS = (
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 Read = Callable[[EngineStats], float]
-GAUGES: tuple[tuple[str, str | None, str, Read], ...] = (
+Exported = tuple[str, str | None, str, Read]
+"""A metric's name, vLLM's for the same if it has it, what it says, and how it is read."""
+GAUGES: tuple[Exported, ...] = (
     ("tidemill_requests_running", "vllm:num_requests_running", "Requests in the running batch.",
      lambda stats: stats.num_running),
     ("tidemill_requests_waiting", "vllm:num_requests_waiting", "Requests waiting in the engine.",
@@ -48,7 +50,7 @@ GAUGES: tuple[tuple[str, str | None, str, Read], ...] = (
     ("tidemill_swap_usage_ratio", None, "Share of the swap space that preempted requests will need again.",
      lambda stats: stats.swap_usage),
 )  # fmt: skip
-COUNTERS: tuple[tuple[str, str | None, str, Read], ...] = (
+COUNTERS: tuple[Exported, ...] = (
     ("tidemill_preemptions", "vllm:num_preemptions", "Times a running request lost its KV blocks.",
      lambda stats: stats.num_preemptions),
     ("tidemill_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of requests that got a first token.",
@@ -59,15 +61,18 @@ COUNTERS: tuple[tuple[str, str | None, str, Read], ...] = (
      lambda stats: stats.prefix_query_tokens),
     ("tidemill_prefix_cache_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache.",
      lambda stats: stats.prefix_hit_tokens - stats.swap_hit_tokens),
+    ("tidemill_recomputed_tokens", "vllm:prompt_tokens_recomputed",
+     "Tokens computed once more after a preemption.",
+     lambda stats: stats.recomputed_tokens),
+)  # fmt: skip
+SWAP_CACHE_COUNTERS: tuple[Exported, ...] = (
     ("tidemill_swap_cache_queries", "vllm:external_prefix_cache_queries",
      "Tokens not found in the prefix cache, and looked up in the swap space.",
      lambda stats: stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.swap_hit_tokens),
     ("tidemill_swap_cache_hits", "vllm:external_prefix_cache_hits", "Tokens found in the swap space.",
      lambda stats: stats.swap_hit_tokens),
-    ("tidemill_recomputed_tokens", "vllm:prompt_tokens_recomputed",
-     "Tokens computed once more after a preemption.",
-     lambda stats: stats.recomputed_tokens),
 )  # fmt: skip
+"""They stay 0 in a worker without swap space: what the prefix cache lacks is looked up nowhere else."""
 LABELLED_COUNTERS: tuple[tuple[str, str, str, Mapping[str, Read]], ...] = (
     ("tidemill_preemptions_by_kind", "Preemptions by what restores the request: its blocks, or computing.",
      "kind",
@@ -110,9 +115,10 @@ REASONS: Mapping[FinishReason, str] = {
 class EngineCollector(Collector):
     """Reads the engine's own gauges and counters when they are asked for."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats], *, has_swap_space: bool) -> None:
         self._labels = (model_name, ENGINE)
         self._stats = stats
+        self._has_swap_space = has_swap_space
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -122,14 +128,19 @@ class EngineCollector(Collector):
                 gauge.add_metric(self._labels, value(stats))
                 yield gauge
         for tidemill, vllm, text, value in COUNTERS:
-            for name in filter(None, (tidemill, vllm)):
-                counter = CounterMetricFamily(name, text, labels=LABELS)
-                counter.add_metric(self._labels, value(stats))
-                yield counter
+            yield from self._counters(tidemill, vllm, text, value(stats))
+        for tidemill, vllm, text, value in SWAP_CACHE_COUNTERS:
+            yield from self._counters(tidemill, vllm, text, value(stats) if self._has_swap_space else 0.0)
         for name, text, label, values in LABELLED_COUNTERS:
             counter = CounterMetricFamily(name, text, labels=(*LABELS, label))
             for kind, value in values.items():
                 counter.add_metric((*self._labels, kind), value(stats))
+            yield counter
+
+    def _counters(self, tidemill: str, vllm: str | None, text: str, value: float) -> Iterator[Metric]:
+        for name in filter(None, (tidemill, vllm)):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
             yield counter
 
 
@@ -161,9 +172,9 @@ class Metrics:
             for counter in self._finished:
                 counter.labels(*self._labels, reason)
 
-    def watch(self, stats: Callable[[], EngineStats]) -> None:
+    def watch(self, stats: Callable[[], EngineStats], *, has_swap_space: bool) -> None:
         """Export the engine's stats too."""
-        self.registry.register(EngineCollector(self._model_name, stats))
+        self.registry.register(EngineCollector(self._model_name, stats, has_swap_space=has_swap_space))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus's text format."""

@@ -73,11 +73,11 @@ class WorkerSettings(BaseSettings):
     CPU, 2048 on a GPU."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV cache block."""
-    kv_cache_memory: float | None = Field(default=None, gt=0.0)
+    kv_cache_memory: float | None = Field(default=None, gt=0.0, le=1e6)
     """Memory for the KV cache, in GiB; default: 1 on CPU, on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory for weights and KV cache, unless kv_cache_memory is given."""
-    swap_space: float | None = Field(default=None, ge=0.0)
+    swap_space: float | None = Field(default=None, ge=0.0, le=1e6)
     """CPU memory for KV blocks that the cache has no room for, in GiB; default: 4 on a GPU, none on CPU."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """What becomes of the KV blocks of a preempted sequence: copied to the swap space, or computed again;

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tidemill.errors import ConfigurationError
+from tidemill_scheduler.config import SchedulerConfig
 from tidemill_scheduler.costs import PreemptionMode
 from tidemill_worker.settings import WorkerSettings
 
@@ -107,7 +108,7 @@ class Sizing:
     swap_space: Choice[float]
 
     @property
-    def kv_cache_tokens(self) -> int:
+    def kv_tokens(self) -> int:
         """Tokens that the KV cache has room for."""
         return self.num_blocks * self.spec.block_size
 
@@ -128,10 +129,10 @@ class Sizing:
     @property
     def longest_sequence(self) -> Choice[int]:
         """Tokens, prompt and output, of the longest sequence that is served."""
-        if self.max_model_len <= self.kv_cache_tokens + 1:
+        if self.max_model_len <= self.kv_tokens + 1:
             return Choice(self.max_model_len, "the KV cache has room for it")
         reason = f"the KV cache has no room for the {self.max_model_len} tokens that the model could take"
-        return Choice(self.kv_cache_tokens + 1, reason)
+        return Choice(self.kv_tokens + 1, reason)
 
     def num_sequences(self, length: int) -> int:
         """Sequences of `length` tokens, prompt and output, that the KV cache has room for at a time."""
@@ -194,6 +195,28 @@ def size(
     )
 
 
+def scheduler_config(settings: WorkerSettings, sizing: Sizing) -> SchedulerConfig:
+    """The scheduler's limits.
+
+    Raises:
+        ConfigurationError: naming the setting that does not go with the others or with the model.
+    """
+    try:
+        return SchedulerConfig(
+            num_blocks=sizing.num_blocks,
+            num_swap_blocks=sizing.num_swap_blocks,
+            preemption_mode=settings.preemption_mode,
+            max_model_len=sizing.max_model_len,
+            block_size=settings.block_size,
+            max_num_seqs=sizing.max_num_seqs.value,
+            max_num_batched_tokens=sizing.max_num_batched_tokens.value,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            enable_chunked_prefill=settings.enable_chunked_prefill,
+        )
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
 def _max_model_len(settings: WorkerSettings, context: int) -> int:
     if settings.max_model_len is not None and settings.max_model_len > context:
         raise ConfigurationError(
@@ -236,13 +259,17 @@ def _max_num_batched_tokens(
 
 
 def _swap_space(settings: WorkerSettings, defaults: Defaults) -> Choice[float]:
-    choice = defaults.swap_space
+    mode, choice = settings.preemption_mode, defaults.swap_space
     if settings.swap_space is not None:
         choice = Choice(settings.swap_space, GIVEN)
-    elif settings.preemption_mode is PreemptionMode.RECOMPUTE:
+    elif mode is PreemptionMode.RECOMPUTE:
         choice = Choice(0.0, "preemption_mode=recompute has no use for it")
-    if settings.preemption_mode is PreemptionMode.SWAP and not choice.value:
+    if mode is PreemptionMode.SWAP and not choice.value:
         raise ConfigurationError("preemption_mode=swap: there is no swap space; set swap_space, in GiB")
+    if mode is PreemptionMode.RECOMPUTE and choice.value:
+        raise ConfigurationError(
+            f"swap_space={choice.value:g}: preemption_mode=recompute has no use for it; leave one of them out"
+        )
     return choice
 
 

@@ -202,6 +202,17 @@ def test_costs_are_measured_with_a_chunk_that_fits_and_a_copy_each_way(model: Pr
 
 
 @pytest.mark.usefixtures("slow_laps")
+def test_no_more_is_computed_for_the_costs_than_tells_them(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without chunked prefill, a step may be as long as the longest prompt."""
+    monkeypatch.setattr(runner_module, "MEASURED_TOKENS", 32)
+    bench = Bench(model)
+    bench.runner.measure_costs(NUM_BLOCKS * BLOCK_SIZE)
+    assert bench.runner.costs.seconds_per_token == 1 / 32
+
+
+@pytest.mark.usefixtures("slow_laps")
 def test_costs_are_corrected_by_the_plans_that_are_executed(model: PreTrainedModel) -> None:
     bench = Bench(model)
     bench.runner.measure_costs(NUM_BLOCKS * BLOCK_SIZE)

@@ -82,7 +82,7 @@ def quantized_weight_bytes(place: Path, config: PretrainedConfig) -> int | None:
     if not size:
         raise ConfigurationError(
             f"model: its weights are quantized ({method}), so that only their files tell what they take;"
-            f" there is no safetensors file in {place}"
+            f" there is no safetensors file in {place}: download the whole model first"
         )
     return size
 

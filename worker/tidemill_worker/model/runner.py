@@ -27,6 +27,9 @@ from tidemill_worker.model.swapper import make_swapper
 
 MEASURED_BLOCKS = 16
 """Copied each way to measure the speed of copies: one piece, as large as those of a long prompt."""
+MEASURED_TOKENS = 2048
+"""Computed at most to measure the speed of a prefill: as many as a step has by default on a GPU. Without
+chunked prefill a step may be as long as the model's context: a start on CPU would compute for minutes."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_costs(self, max_tokens: int) -> None:
-        """Time a prefill chunk of `max_tokens` tokens, or as many as fit, and copies both ways.
+        """Time a prefill chunk and copies both ways.
 
+        The chunk has `max_tokens` tokens, but no more than `MEASURED_TOKENS` or than fit.
         For before the first job: it writes over blocks of the KV cache and of the swap space.
         """
         plan, generations = self._trial_chunk(max_tokens)
@@ -111,7 +115,8 @@ class ModelRunner:
     def _trial_chunk(self, max_tokens: int) -> tuple[StepPlan, Generations]:
         """One row of a prompt with tokens from all over the vocabulary, so that all experts take part."""
         num_blocks, *_, block_size, _ = self._kv_cache.shape
-        count = min(max_tokens, num_blocks * block_size, context_length(self._model.config))
+        room = min(num_blocks * block_size, context_length(self._model.config))
+        count = min(max_tokens, MEASURED_TOKENS, room)
         size = vocabulary_size(self._model)
         prompt = Prompt([7919 * (index + 1) % size for index in range(count)], SamplingParams())
         sequence = SequenceId(0)
