@@ -19,7 +19,7 @@ from pathlib import Path
 
 from batching_plot import plot_batching
 from batching_worker import SETTINGS, Batching, BatchingWorker, Kind, running_worker
-from measure import commit, machine, report, timed
+from measure import benchmark_parser, commit, machine, report, timed
 from response_times import Offered, offer, poisson_arrivals, sustained_load
 from rich.console import Console
 from rich.table import Table
@@ -111,11 +111,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK.jobs} jobs instead of {FULL.jobs}")
-    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
+    parser = benchmark_parser(__doc__, quick=f"{QUICK.jobs} jobs instead of {FULL.jobs}")
     parser.add_argument("--plot", type=Path, help="draw response times here, as SVG")
     return parser.parse_args()
 

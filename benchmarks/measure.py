@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -95,6 +96,16 @@ def commit() -> str:
     """The commit measured, marked if the tree has changes on top of it."""
     words = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def benchmark_parser(description: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """A parser with the flags that most benchmarks have; `quick` says what `--quick` does."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
+    return parser
 
 
 def print_series(title: str, series: Sequence[Series]) -> None:

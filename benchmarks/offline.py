@@ -8,7 +8,6 @@ as many threads. They take turns (A B C, C B A), so that a machine that slows do
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from measure import Series, print_series, report, timed
+from measure import Series, benchmark_parser, print_series, report, timed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from workload import FLAGS, Piece, make_workload
 
@@ -35,7 +34,7 @@ ROUNDS = 1
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = benchmark_parser(__doc__, quick="32 requests instead of 128").parse_args()
     settings = load_settings(FLAGS)
     served = build_model(settings)
     folder = locate_embedded(settings.cache_dir)
@@ -63,15 +62,6 @@ def main() -> None:
         "static_tokens_per_s": best_static,
     }
     report(figures, settings={**FLAGS, "requests": count, "quick": arguments.quick}, path=arguments.json)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="32 requests instead of 128")
-    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
-    return parser.parse_args()
 
 
 def take_turns(

@@ -12,13 +12,11 @@ the first prompts nor the draining of the last requests count.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from measure import Run, Series, print_series, report, timed
+from measure import Run, Series, benchmark_parser, print_series, report, timed
 from rich.console import Console
 from rich.table import Table
 from static_batching import CountingRunner
@@ -193,7 +191,9 @@ class NoModel:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = benchmark_parser(
+        __doc__, quick=f"{QUICK.in_flight} requests in flight, not {FULL.in_flight}"
+    ).parse_args()
     extent = QUICK if arguments.quick else FULL
     work = load_workload(extent)
     endless = Contender("endless", work.endless_blocks)
@@ -212,17 +212,6 @@ def main() -> None:
     settings = {"in_flight": extent.in_flight, "window": extent.window, "quick": arguments.quick}
     settings |= {"blocks_needed": needed, "blocks": starved}
     report(figures_of(contenders, series), settings=settings, path=arguments.json)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK.in_flight} requests in flight, not {FULL.in_flight}"
-    )
-    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
-    return parser.parse_args()
 
 
 def load_workload(extent: Extent) -> Workload:

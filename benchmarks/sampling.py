@@ -9,7 +9,6 @@ machine. The step is the model's forward alone: building the batch, and sampling
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import report, timed
+from measure import benchmark_parser, report, timed
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -85,7 +84,7 @@ class TimedRunner(ModelRunner):
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = benchmark_parser(__doc__, quick="10 steps instead of 40").parse_args()
     settings = load_settings(FLAGS)
     served = build_model(settings)
     runner = TimedRunner(served.engine.runner._model, served.engine.runner._kv_cache)
@@ -109,15 +108,6 @@ def main() -> None:
         settings={**FLAGS, "rows": ROWS, "rounds": rounds, "quick": arguments.quick},
         path=arguments.json,
     )
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="10 steps instead of 40")
-    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
-    return parser.parse_args()
 
 
 def make_prompts(folder: Path) -> list[list[int]]:

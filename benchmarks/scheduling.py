@@ -10,16 +10,14 @@ first request is kept out of its sight; its pauses are in the mean and in the mo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-from measure import Run, report, timed
+from measure import Run, benchmark_parser, report, timed
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +45,7 @@ class Timing:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = benchmark_parser(__doc__, quick="300 steps of each instead of 2,000").parse_args()
     rounds = 6 if arguments.quick else 40
     gc.collect()
     gc.freeze()
@@ -62,15 +60,6 @@ def main() -> None:
         settings={"steps": rounds * TURN, "turn": TURN, "quick": arguments.quick},
         path=arguments.json,
     )
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="300 steps of each instead of 2,000")
-    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
-    return parser.parse_args()
 
 
 def groups() -> Iterator[list[Callable[[], Load]]]:

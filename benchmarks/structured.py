@@ -9,16 +9,14 @@ Compiling a job's schema counts as part of its run; checking a new one, once, do
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from measure import Run, Series, print_series, report, timed
+from measure import Run, Series, benchmark_parser, print_series, report, timed
 from workload import FLAGS
 
 from tidemill import Job, SamplingParams
@@ -160,7 +158,7 @@ class Task:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = benchmark_parser(__doc__, quick="20 jobs instead of 200").parse_args()
     served = build_model(load_settings(FLAGS))
     tasks = make_tasks(served, 20 if arguments.quick else 200)
     run(served, tasks[:10], free=True, max_tokens=4)
@@ -180,15 +178,6 @@ def main() -> None:
     served.grammars.close()
     settings = {**FLAGS, "jobs": len(tasks), "quick": arguments.quick}
     report(figures, settings=settings, path=arguments.json)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="20 jobs instead of 200")
-    parser.add_argument("--json", type=Path, help="write commit, machine, settings and figures here")
-    return parser.parse_args()
 
 
 def make_tasks(served: ServedModel, count: int) -> list[Task]:

@@ -204,8 +204,10 @@ class KVMemory:
         return self.swap.usage < 1.0 and self._prefers_swap(num_out=1, num_in=1)
 
     def _prefers_swap(self, *, num_out: int, num_in: int) -> bool:
-        if not self.swap.num_blocks or self._config.preemption_mode is PreemptionMode.SWAP:
-            return self.swap.num_blocks > 0
+        if not self.swap.num_blocks:
+            return False
+        if self._config.preemption_mode is PreemptionMode.SWAP:
+            return True
         return policy.prefers_swap(
             num_tokens=num_in * self._config.block_size, num_out=num_out, num_in=num_in, costs=self.costs
         )

@@ -1,23 +1,5 @@
-"""A server for what is measured through the queue."""
+"""A server for what is measured through the queue: the worker's tests have one."""
 
-from __future__ import annotations
+from tests.worker.conftest import place, valkey
 
-import uuid
-from collections.abc import Iterator
-
-import pytest
-
-from tests.tidemill.servers import Server, running, valkey_binary
-from tests.worker.factories import Place
-
-
-@pytest.fixture(scope="session")
-def valkey() -> Iterator[Server]:
-    with running(valkey_binary()) as server:
-        yield server
-
-
-@pytest.fixture
-def place(valkey: Server) -> Place:
-    """A queue of this test's own."""
-    return Place(valkey.url, f"tiny-{uuid.uuid4().hex}")
+__all__ = ["place", "valkey"]

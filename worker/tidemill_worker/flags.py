@@ -34,7 +34,7 @@ def with_setting_flags(
         ]
         settings = [_parameter(name) for name in WorkerSettings.model_fields if only is None or name in only]
         parameters = [*own, *settings]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take any
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
