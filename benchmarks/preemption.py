@@ -46,7 +46,7 @@ from tidemill_worker.tokenizer import Tokenizer
 
 SHARE = 0.38
 """Of the needed blocks, in the starved pool: 1600 of 4200, as in the report of vllm#54644."""
-LENGTHS = Lengths(LogNormal(16, 0.3, (8, 32)), LogNormal(256, 0.5, (64, 512)))
+LENGTHS = Lengths(LogNormal(16, 0.3, (8, 32)), LogNormal(384, 0.5, (96, 768)))
 """Short prompts and long outputs: all are let in soon, and outgrow the memory together."""
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 512
@@ -67,7 +67,10 @@ class Extent:
     window: int
 
 
-FULL = Extent(256, 40_000, 24_000)
+FULL = Extent(448, 200_000, 60_000)
+"""The first requests are all young at once, so the warm-up goes on until each place has seen its second.
+So many are in flight that the starved pool still fills a step: where it does not, what is measured is
+the price of small steps, which no way of preempting can lower."""
 QUICK = Extent(32, 5_000, 3_000)
 
 
