@@ -64,7 +64,7 @@ class Extent:
 FULL = Extent(
     160,
     48,
-    {Kind.SHRINKING: (32, 64), Kind.PACKED: (8, 16, 32), Kind.PADDED: (8, 16, 32)},
+    {Kind.SHRINKING: (32, 64), Kind.PACKED: (16, 32, 64), Kind.PADDED: (4, 8, 16)},
     72,
     (0.5, 0.75, 1.0),
 )
