@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def pytest_configure() -> None:
     for name in [name for name in os.environ if name.startswith("TIDEMILL_") or name == "REDIS_URL"]:
         del os.environ[name]
     os.environ.update(COMPUTE)
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """A worker's command catches signals for as long as its process lives, which here is the tests' own."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -124,6 +124,10 @@ RULES = (
          tuple(COMPONENTS), lambda use: use.target.startswith(".")),
     Rule("the environment is read in settings only",
          tuple(COMPONENTS), reads_environment),
+    Rule("nothing is read in a format that can carry code",
+         tuple(COMPONENTS), none_of("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")),
+    Rule("templates are rendered by transformers, in its sandbox",
+         tuple(COMPONENTS), none_of("jinja2")),
 )  # fmt: skip
 
 OFFENDERS = (
@@ -157,6 +161,9 @@ OFFENDERS = (
     ("the environment", Source("tidemill_worker.app", "import os\nHOME = os.environ['HOME']")),
     ("the environment", Source("tidemill_worker.app", "import os as o\ndef f():\n    return o.getenv('A')")),
     ("the environment", Source("tidemill.client", "from os import environ")),
+    ("nothing is read", Source("tidemill.queue", "import pickle")),
+    ("nothing is read", Source("tidemill_worker.model.loader", "def f():\n    from dill import loads")),
+    ("templates are", Source("tidemill_worker.tokenizer", "from jinja2 import Template")),
 )  # fmt: skip
 
 INNOCENTS = (
@@ -248,6 +255,36 @@ def names_redis_keys(source: Source) -> bool:
     )
 
 
+def foreign_code(source: Source) -> list[int]:
+    """Lines that would run code which is not the product's: a string's, or a model repository's.
+
+    A model's template is text that transformers evaluates in a sandbox; it comes from the model's folder,
+    through one module, and from no job.
+    """
+    calls = [node for node in ast.walk(ast.parse(source.text)) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if runs_a_string(call) or trusts_a_repository(call)] + [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "apply_chat_template"
+        and source.module != "tidemill_worker.chat_template"
+    ]
+
+
+def runs_a_string(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in {"eval", "exec", "compile"}
+
+
+def trusts_a_repository(call: ast.Call) -> bool:
+    """By saying so, or by leaving open whether; `weights_only=False` unpickles."""
+    refused = {"trust_remote_code": False, "weights_only": True}
+    return any(
+        keyword.arg in refused
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is refused[keyword.arg])
+        for keyword in call.keywords
+    )
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_the_tree_follows_the_import_table(rule: Rule) -> None:
     broken = [line for source in tree() for line in violations(rule, source)]
@@ -314,3 +351,31 @@ def test_redis_keys_are_written_in_one_module() -> None:
     assert [source.module for source in tree() if names_redis_keys(source)] == []
     assert names_redis_keys(Source("tidemill.queue", "KEY = f'tidemill:{{{queue}}}:jobs'"))
     assert not names_redis_keys(Source("tidemill.keys", "KEY = 'tidemill:{queue}:jobs'"))
+
+
+def test_no_code_is_run_that_came_as_data() -> None:
+    assert [(source.module, foreign_code(source)) for source in tree() if foreign_code(source)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eval(job.prompt)",
+        "def f():\n    exec(text)",
+        "load(place, trust_remote_code=True)",
+        "load(place, trust_remote_code=settings.trust)",
+        "torch.load(path, weights_only=False)",
+        "tokenizer.apply_chat_template(turns, chat_template=job.template)",
+    ],
+)
+def test_code_that_came_as_data_is_seen(text: str) -> None:
+    assert foreign_code(Source("tidemill_worker.tokenizer", text))
+
+
+def test_no_job_brings_a_template() -> None:
+    """Nor anything else that is evaluated: it is text, numbers, and schemas that are compiled to grammars."""
+    from tidemill.jobs import Job, Message
+    from tidemill.params import SamplingParams
+
+    names = {name for model in (Job, Message, SamplingParams) for name in model.model_fields}
+    assert not {name for name in names if "template" in name or "code" in name}

@@ -28,6 +28,8 @@ class Mount:
     extra: str = "cli"
     needs: tuple[str, ...] = ()
     """Modules that are looked for, not imported, before the command's own."""
+    first: str = ""
+    """`module:function` to call before anything else is imported."""
 
     def load(self) -> Callable[..., Any]:
         """The command's function.
@@ -38,9 +40,21 @@ class Mount:
         missing = next((module for module in self.needs if find_spec(module) is None), None)
         if missing is not None:
             raise MissingExtra(self.extra, missing)
-        module, _, function = self.target.partition(":")
-        command: Callable[..., Any] = getattr(import_module(module), function)
-        return command
+        return _function(self.target)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands under one word, such as `tidemill dead list`."""
+
+    summary: str
+    mounts: Mapping[str, Mount]
+
+
+def _function(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 class MissingExtra(Exception):
@@ -50,7 +64,7 @@ class MissingExtra(Exception):
         super().__init__(f"{module} is not installed; run: pip install 'tidemill[{extra}]'")
 
 
-COMMANDS: Mapping[str, Mount] = {
+COMMANDS: Mapping[str, Mount | Group] = {
     "submit": Mount(
         "tidemill_producer.commands.submit:submit", "Put one job, or a file of them, in a queue."
     ),
@@ -58,9 +72,25 @@ COMMANDS: Mapping[str, Mount] = {
     "status": Mount("tidemill_producer.commands.answers:status", "Show where a job is."),
     "cancel": Mount("tidemill_producer.commands.answers:cancel", "Cancel a job, waiting or running."),
     "queue": Mount("tidemill_producer.commands.depth:queue", "Show how much is waiting, and for whom."),
+    "workers": Mount(
+        "tidemill_producer.commands.workers:workers", "Show who serves, and what each worker has room for."
+    ),
+    "dead": Group(
+        "Look at jobs that were given up; requeue or purge them.",
+        {
+            "list": Mount("tidemill_producer.commands.dead:list_letters", "List them, oldest first."),
+            "show": Mount("tidemill_producer.commands.dead:show", "Show all of one, with its error."),
+            "requeue": Mount("tidemill_producer.commands.dead:requeue", "Submit some, or all, again."),
+            "purge": Mount("tidemill_producer.commands.dead:purge", "Forget some, or all, for good."),
+        },
+    ),
     "summarize": Mount("tidemill_producer.summarize_command:summarize", "Summarize documents in bulk."),
     "worker": Mount(
-        "tidemill_worker.commands:worker", "Serve a queue with a model.", "worker", ("torch", "transformers")
+        "tidemill_worker.commands:worker",
+        "Serve a queue with a model.",
+        "worker",
+        ("torch", "transformers"),
+        first="tidemill_worker.signals:catch_stop_signals",
     ),
     "plan": Mount(
         "tidemill_worker.commands:plan",
@@ -94,9 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    wanted = [word for word in arguments if not word.startswith("-")]
+    mount = _find(COMMANDS, wanted)
+    if mount is not None and mount.first:
+        _function(mount.first)()
     if find_spec("typer") is None:
         raise MissingExtra("cli", "typer")
-    wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
         _build(wanted)(arguments, prog_name="tidemill")
     except SystemExit as end:
@@ -104,25 +137,23 @@ def _run(arguments: Sequence[str]) -> int:
             return _fail(end.code, ExitCode.FAILED)
         return end.code or ExitCode.OK
     except ModuleNotFoundError as error:
-        mount = COMMANDS.get(wanted or "")
         if mount is None or (error.name or "").startswith("tidemill"):
             raise
         raise MissingExtra(mount.extra, error.name) from error
     return ExitCode.OK
 
 
-def _build(wanted: str | None) -> Callable[..., Any]:
+def _find(commands: Mapping[str, Mount | Group], words: Sequence[str]) -> Mount | None:
+    """The command that `words` begin with, if they do."""
+    found = commands.get(words[0]) if words else None
+    return _find(found.mounts, words[1:]) if isinstance(found, Group) else found
+
+
+def _build(wanted: Sequence[str]) -> Callable[..., Any]:
     """The typer application; only its command `wanted` is real, the others are there for `--help`."""
     import typer
 
-    app = typer.Typer(
-        epilog=EPILOG,
-        add_completion=False,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    app: typer.Typer = _application()
 
     @app.callback()
     def options(
@@ -132,10 +163,35 @@ def _build(wanted: str | None) -> Callable[..., Any]:
     ) -> None:
         """Tidemill: batch inference through a durable queue."""
 
-    for name, mount in COMMANDS.items():
-        function = mount.load() if name == wanted else _placeholder
-        app.command(name, cls=_command_class(), short_help=mount.summary, epilog=EPILOG)(function)
+    _mount(app, COMMANDS, _find(COMMANDS, wanted))
     return app
+
+
+def _application(summary: str | None = None) -> Any:
+    """A typer application without commands."""
+    import typer
+
+    return typer.Typer(
+        help=summary,
+        short_help=summary,
+        epilog=EPILOG,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _mount(app: Any, commands: Mapping[str, Mount | Group], wanted: Mount | None) -> None:
+    for name, command in commands.items():
+        if isinstance(command, Group):
+            group = _application(command.summary)
+            _mount(group, command.mounts, wanted)
+            app.add_typer(group, name=name)
+        else:
+            function = command.load() if command is wanted else _placeholder
+            app.command(name, cls=_command_class(), short_help=command.summary, epilog=EPILOG)(function)
 
 
 def _command_class() -> type[Any]:

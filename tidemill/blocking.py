@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tidemill.card import ModelCard
-from tidemill.client import BATCH, DEFAULT_URL, Client, ClientSettings, OnError, accepted, batched
+from tidemill.client import DEFAULT_URL, Client, ClientSettings
 from tidemill.errors import QueueUnavailable
 from tidemill.inbox import end
 from tidemill.jobs import Delta, Job, JobId, Result
-from tidemill.moves import CancelOutcome, JobView, QueueDepth
+from tidemill.moves import CancelOutcome, DeadLetter, JobView, QueueDepth
+from tidemill.registry import WorkerView
+from tidemill.submission import BATCH, OnError, Submission, accepted, batched
 
 T = TypeVar("T")
 
@@ -63,16 +65,23 @@ class BlockingClient:
         """The name of the result stream that answers go to."""
         return self._client.results
 
-    def submit(self, job: Job) -> JobId:
+    def submit(self, job: Job, *, wait_for_room: float = 0.0) -> JobId:
         """See `Client.submit`."""
-        return self._call(self._client.submit(job))
+        return self._call(self._client.submit(job, wait_for_room=wait_for_room))
 
     def submit_many(
-        self, jobs: Iterable[Job], *, batch: int = BATCH, on_error: OnError | None = None
+        self,
+        jobs: Iterable[Job],
+        *,
+        batch: int = BATCH,
+        on_error: OnError | None = None,
+        wait_for_room: float = 0.0,
     ) -> Iterator[JobId]:
         """See `Client.submit_many`; `jobs` is walked, and `on_error` called, in the calling thread."""
+        submission = Submission(self._client.submit_batch, wait_for_room=wait_for_room)
         for chunk in batched(jobs, batch):
-            yield from accepted(chunk, self._call(self._client.submit_batch(chunk)), on_error)
+            for settled in self._iterate(submission.settle(chunk)):
+                yield from accepted(chunk, settled, on_error)
 
     def result(self, job_id: JobId, *, timeout: float | None = None) -> Result:
         """See `Client.result`."""
@@ -105,6 +114,26 @@ class BlockingClient:
     def model_card(self) -> ModelCard | None:
         """See `Client.model_card`."""
         return self._call(self._client.model_card())
+
+    def workers(self) -> list[WorkerView]:
+        """See `Client.workers`."""
+        return self._call(self._client.workers())
+
+    def dead_letters(self) -> Generator[DeadLetter, None, None]:
+        """See `Client.dead_letters`."""
+        return self._iterate(self._client.dead_letters())
+
+    def dead_letter(self, job_id_or_entry: str) -> DeadLetter:
+        """See `Client.dead_letter`."""
+        return self._call(self._client.dead_letter(job_id_or_entry))
+
+    def requeue(self, letter: DeadLetter) -> JobId:
+        """See `Client.requeue`."""
+        return self._call(self._client.requeue(letter))
+
+    def purge_dead_letters(self, entry_ids: Sequence[str] | None) -> int:
+        """See `Client.purge_dead_letters`."""
+        return self._call(self._client.purge_dead_letters(entry_ids))
 
     def ping(self) -> None:
         """See `Client.ping`."""
@@ -154,7 +183,7 @@ class BlockingClient:
                 raise RuntimeError("this client was used before this process was forked; make another")
             return self._loop
 
-    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         try:
             while (item := self._call(_next(items))) is not None:
                 yield item

@@ -10,44 +10,38 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import uuid
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from tidemill.answers import RecordedAnswers, unknown
 from tidemill.card import ModelCard
-from tidemill.completion import Completion, each
+from tidemill.completion import Completion
 from tidemill.connection import MAX_CONNECTIONS, connect
-from tidemill.errors import ConfigurationError, TidemillError
+from tidemill.errors import ConfigurationError, JobUnknown, TidemillError
 from tidemill.inbox import Answer, Inbox, Watch
 from tidemill.jobs import Delta, Job, JobId, Result
-from tidemill.moves import CancelOutcome, JobState, JobView, QueueDepth, QueueSettings, Submitted
+from tidemill.moves import (
+    CancelOutcome,
+    DeadLetter,
+    JobView,
+    QueueDepth,
+    QueueSettings,
+    Submitted,
+)
+from tidemill.patience import Patience
 from tidemill.queue import Queue
+from tidemill.registry import WorkerView
 from tidemill.schema import NAME_PATTERN, QUEUE_PATTERN
-from tidemill.told import Told
-
-T = TypeVar("T")
+from tidemill.streaming import DeltaReader
+from tidemill.submission import BATCH, OnError, Outcome, Submission, abatched, accepted
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
-BATCH = 500
-"""Jobs of one pipelined round trip."""
-BLOCK = 1.0
-"""Seconds that one read of a streamed generation waits."""
-DELTA_COUNT = 100
-
-OnError = Callable[[Job, TidemillError], None]
+DEAD_LETTER_COUNT = 20
+"""Dead letters in one reply; each may carry as much as a job may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +57,10 @@ class ClientSettings:
     max_connections: int = MAX_CONNECTIONS
     """Connections for commands; those of blocking reads are not among them."""
     window: int = 1000
-    """Jobs that one `as_completed` waits for at a time, which bounds its memory."""
+    """Jobs that one `as_completed` waits for at a time, and so the most answers that it holds for a slow
+    consumer."""
     patience: float = 30.0
-    """Seconds that Redis may be away before those who wait for a result are told."""
+    """Seconds that Redis may be away before those who wait for a result or read along are told."""
 
     def __post_init__(self) -> None:
         for name in ("max_connections", "window"):
@@ -93,7 +88,7 @@ class Client:
         """Nothing is sent before the first call.
 
         Args:
-            url: `redis://[user:password@]host[:port][/database]`, `rediss://…` or `unix://…`.
+            url: `redis://[user:password@]host[:port][/database]`, or another that `connect` knows.
             queue: its name, usually that of the model it serves.
             results: the name of the result stream that answers go to. `None` makes one up; name it
                 so that several clients share it, or another program reads it.
@@ -106,10 +101,12 @@ class Client:
         self.results = _checked("results", results or uuid.uuid4().hex, NAME_PATTERN)
         settings = settings or ClientSettings()
         self._window = settings.window
-        self._redis = connect(url, max_connections=settings.max_connections)
+        self._redis = connect(url, queue=queue, max_connections=settings.max_connections)
         self._queue = Queue(self._redis, queue, settings.queue)
         self._answers = RecordedAnswers(self._redis, self._queue, self.results)
-        self._inbox = Inbox(self._answers, patience=settings.patience)
+        patience = Patience(settings.patience)
+        self._inbox = Inbox(self._answers, patience=patience)
+        self._reader = DeltaReader(self._queue, self._answers, patience)
 
     async def __aenter__(self) -> Self:
         return self
@@ -125,28 +122,37 @@ class Client:
         await self._queue.aclose()
         await self._redis.aclose()
 
-    async def submit(self, job: Job) -> JobId:
+    async def submit(self, job: Job, *, wait_for_room: float = 0.0) -> JobId:
         """Put a job in the queue, to be answered on `job.reply_to` or else on this client's stream.
 
         A job that the queue has already is not run again, whether it is waiting or finished.
 
+        Args:
+            job: what is wanted.
+            wait_for_room: seconds to go on trying while the queue or the tenant is at its limit.
+
         Raises:
             InvalidJob: it is too large; `field` and `limit` say what and by how much.
             JobConflict: its id belongs to another job.
-            QueueFull: the queue, or the tenant, is at its limit.
+            QueueFull: the queue, or the tenant, was at its limit all that time.
+            ValueError: `wait_for_room` is below 0.
         """
-        (outcome,) = await self.submit_batch([job])
+        (outcome,) = await self.submit_batch([job], wait_for_room=wait_for_room)
         if isinstance(outcome, TidemillError):
             raise outcome
         return outcome
 
-    async def submit_batch(self, jobs: Sequence[Job]) -> list[JobId | TidemillError]:
-        """Submit jobs in one round trip; each one's id, or why it was refused, in their order."""
-        outcomes = await self._queue.submit(jobs, reply_to=self.results)
-        return [
-            job.id if isinstance(outcome, Submitted) else outcome
-            for job, outcome in zip(jobs, outcomes, strict=True)
-        ]
+    async def submit_batch(self, jobs: Sequence[Job], *, wait_for_room: float = 0.0) -> list[Outcome]:
+        """Submit jobs in one round trip; each one's id, or why it was refused, in their order.
+
+        Those that find no room, and only those, are tried again in their order for up to `wait_for_room`
+        seconds.
+        """
+        submission = Submission(self._submit, wait_for_room=wait_for_room)
+        outcomes: dict[int, Outcome] = {}
+        async for settled in submission.settle(jobs):
+            outcomes.update(settled)
+        return [outcomes[place] for place in range(len(jobs))]
 
     async def submit_many(
         self,
@@ -154,15 +160,28 @@ class Client:
         *,
         batch: int = BATCH,
         on_error: OnError | None = None,
+        wait_for_room: float = 0.0,
     ) -> AsyncGenerator[JobId, None]:
         """Submit any number of jobs in constant memory, `batch` at a time; yields the accepted ids.
 
         A refused job hinders no other one. It goes to `on_error`; without that, its error is raised
-        once the ids of its batch have been yielded, and later batches are not submitted.
+        once the ids accepted with it have been yielded, and nothing more is submitted.
+
+        Jobs that find no room are tried again in their order, for up to `wait_for_room` seconds a
+        batch; the next batch waits for them.
         """
-        async for chunk in _batched(jobs, batch):
-            for job_id in accepted(chunk, await self.submit_batch(chunk), on_error):
-                yield job_id
+        submission = Submission(self._submit, wait_for_room=wait_for_room)
+        async for chunk in abatched(jobs, batch):
+            async for settled in submission.settle(chunk):
+                for job_id in accepted(chunk, settled, on_error):
+                    yield job_id
+
+    async def _submit(self, jobs: Sequence[Job]) -> list[Outcome]:
+        outcomes = await self._queue.submit(jobs, reply_to=self.results)
+        return [
+            job.id if isinstance(outcome, Submitted) else outcome
+            for job, outcome in zip(jobs, outcomes, strict=True)
+        ]
 
     async def result(self, job_id: JobId, *, timeout: float | None = None) -> Result:
         """Wait for the one answer to a job, whoever submitted it.
@@ -170,7 +189,8 @@ class Client:
         A job that failed has an answer too: see `Result.raise_for_status`.
 
         Raises:
-            JobUnknown: there is no such job, or its result has expired.
+            JobUnknown: there is no such job, or its result has expired, or it was lost with the
+                server's data.
             TimeoutError: no answer within `timeout` seconds.
         """
         (answer,) = await self._answers.look([job_id])
@@ -215,42 +235,21 @@ class Client:
         """
         return Completion(self._inbox, window=self._window).results(job_ids, timeout=timeout)
 
-    async def stream(self, job_id: JobId, *, timeout: float | None = None) -> AsyncGenerator[Delta, None]:
+    def stream(self, job_id: JobId, *, timeout: float | None = None) -> AsyncGenerator[Delta, None]:
         """The pieces of a job as they come, from its beginning, each once and without a gap.
 
         A piece belongs to one of the job's generations, `Delta.choice`; those of each come in order,
         and together they are its text and its tokens in the result. Ends with the job, however that
         ended: `result` tells. A job submitted without `stream` comes in larger and later pieces.
 
+        If the job began anew, on a worker of another build, the first piece after that has `restart`
+        set: all pieces before it are void, and those from it on are the whole.
+
         Raises:
-            JobUnknown: there is no such job, or it has expired.
+            JobUnknown: there is no such job, or it has expired, or was lost with the server's data.
             TimeoutError: it has not ended within `timeout` seconds.
         """
-        clock = asyncio.get_running_loop().time
-        give_up = math.inf if timeout is None else clock() + timeout
-        ended = await self._is_done(job_id)
-        cursor, told = "0", Told()
-        while True:
-            block = 0.0 if ended else max(0.0, min(BLOCK, give_up - clock()))
-            page = await self._queue.deltas(job_id, cursor, count=DELTA_COUNT, block=block)
-            cursor = page.cursor
-            for delta in page.deltas:
-                told.count(delta)
-                yield delta
-            if page.ended or (ended and not page.deltas):
-                break
-            if not ended and clock() >= give_up:
-                raise TimeoutError(f"job {job_id} has not ended after {timeout:g} s")
-            if not page.deltas:
-                ended = await self._is_done(job_id)
-        for rest in told.rest(await self.result(job_id)):
-            yield rest
-
-    async def _is_done(self, job_id: JobId) -> bool:
-        view = await self.status(job_id)
-        if view.may_expire:
-            await self._queue.expire()  # as in RecordedAnswers.look
-        return view.state is JobState.DONE
+        return self._reader.deltas(job_id, timeout=timeout)
 
     async def status(self, job_id: JobId) -> JobView:
         """Where a job is.
@@ -275,6 +274,44 @@ class Client:
         """What the workers of this queue serve; `None` if there are none."""
         return await self._queue.model_card()
 
+    async def workers(self) -> list[WorkerView]:
+        """Who serves the queue: what each worker runs and has room for, by its last report."""
+        return await self._queue.workers()
+
+    async def dead_letters(self) -> AsyncGenerator[DeadLetter, None]:
+        """The jobs that were given up, oldest first, in constant memory."""
+        cursor = "0"
+        while letters := await self._queue.dead_letters(cursor, count=DEAD_LETTER_COUNT):
+            cursor = letters[-1].entry_id
+            for letter in letters:
+                yield letter
+
+    async def dead_letter(self, job_id_or_entry: str) -> DeadLetter:
+        """A job that was given up, by its own id or that of its dead letter.
+
+        Raises:
+            JobUnknown: there is no such dead letter, or no longer.
+        """
+        letter = await self._queue.dead_letter(job_id_or_entry)
+        if letter is None:
+            raise JobUnknown(f"there is no dead letter {job_id_or_entry} in queue {self.queue}")
+        return letter
+
+    async def requeue(self, letter: DeadLetter) -> JobId:
+        """Submit a dead letter's job again, under a new id that its repeat would have too.
+
+        It is answered as in `submit`; `requeued_from` in its metadata is the old id.
+
+        Raises:
+            InvalidJob: it is no job, or has no room for one more metadata entry.
+            QueueFull: the queue, or the tenant, is at its limit; the letter stays where it is.
+        """
+        return await self._queue.requeue(letter, reply_to=self.results)
+
+    async def purge_dead_letters(self, entry_ids: Sequence[str] | None) -> int:
+        """Forget the dead letters of these entries, or all (`None`), for good; returns how many that were."""
+        return await self._queue.purge_dead_letters(entry_ids)
+
     async def ping(self) -> None:
         """Return if Redis can be used; the `QueueUnavailable` raised otherwise says why not."""
         await self._queue.ping()
@@ -284,42 +321,3 @@ def _checked(what: str, name: str, pattern: str) -> str:
     if re.fullmatch(pattern, name) is None:
         raise ConfigurationError(f"{what}: {name!r} is not a name; it must match {pattern}")
     return name
-
-
-def accepted(
-    jobs: Sequence[Job], outcomes: Sequence[JobId | TidemillError], on_error: OnError | None
-) -> Iterator[JobId]:
-    """The ids among the outcomes of a batch; refusals go to `on_error` or are raised at the end."""
-    refusals: list[TidemillError] = []
-    for job, outcome in zip(jobs, outcomes, strict=True):
-        if not isinstance(outcome, TidemillError):
-            yield outcome
-        elif on_error is not None:
-            on_error(job, outcome)
-        else:
-            refusals.append(outcome)
-    if refusals:
-        raise refusals[0]
-
-
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` items, the last one possibly shorter."""
-    chunk: list[T] = []
-    for item in items:
-        chunk.append(item)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-async def _batched(items: Iterable[T] | AsyncIterable[T], size: int) -> AsyncIterator[list[T]]:
-    chunk: list[T] = []
-    async for item in each(items):
-        chunk.append(item)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk

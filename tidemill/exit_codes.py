@@ -29,11 +29,14 @@ class ExitCode(IntEnum):
     TIMEOUT = 5
     """There is no result yet."""
     QUEUE_FULL = 6
+    STALLED = 7
+    """A worker whose engine made no progress."""
 
 
 EPILOG = (
     "Exit status: 0 done; 1 a job failed, was cancelled or expired; 2 wrong usage or an invalid job; "
-    "3 unknown job; 4 the queue is unavailable; 5 no result in time; 6 the queue is full."
+    "3 unknown job; 4 the queue is unavailable; 5 no result in time; 6 the queue is full; "
+    "7 the worker's engine stalled."
 )
 
 _BY_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (

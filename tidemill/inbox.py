@@ -9,17 +9,16 @@ noticed too, and nobody waits forever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from typing import Any, Protocol
 
 from tidemill.errors import JobUnknown, QueueUnavailable
 from tidemill.jobs import JobId, Result
-
-T = TypeVar("T")
+from tidemill.patience import Patience
 
 Answer = Result | Exception
 """What a wait ends with: the result, or why there will be none."""
@@ -30,8 +29,6 @@ READ_COUNT = 64
 """Results in one reply: few enough that it fits in memory if each carries all logprobs it may have."""
 LOOK_COUNT = 100
 CANCEL_INTERVAL = 0.1
-BACKOFF = (0.1, 0.2, 0.5, 1.0)
-"""Seconds between two tries while Redis is away; the last one repeats."""
 
 
 class Source(Protocol):
@@ -64,8 +61,8 @@ class Watch:
 class Inbox:
     """Delivers answers to watches. Its task runs only while somebody waits."""
 
-    def __init__(self, source: Source, *, patience: float, poll: float = POLL_INTERVAL) -> None:
-        """`patience` is how many seconds Redis may be away before those who wait are told.
+    def __init__(self, source: Source, *, patience: Patience, poll: float = POLL_INTERVAL) -> None:
+        """`patience` is how long Redis may be away before those who wait are told.
 
         `poll` is the pause between two looks at hashes, and how long one read of the stream waits.
         """
@@ -121,7 +118,7 @@ class Inbox:
         """Read and look until nobody waits. The cursor comes first: an answer recorded before it is
         found by the first look, one recorded after it by the reader.
         """
-        cursor = await self._patiently(self._source.tail)
+        cursor = await self._patience.ride_out(self._source.tail)
         self._loops = (
             asyncio.create_task(self._read_stream(cursor), name="tidemill-reader"),
             asyncio.create_task(self._look_at_hashes(), name="tidemill-looker"),
@@ -139,7 +136,7 @@ class Inbox:
         while waited or self._watches:
             waited = bool(self._watches)
             read = partial(self._source.read, cursor, count=READ_COUNT, block=self._poll)
-            for position, result in await self._patiently(read):
+            for position, result in await self._patience.ride_out(read):
                 cursor = position
                 self._deliver(result.id, result)
 
@@ -154,14 +151,14 @@ class Inbox:
             found = await self._look(self._next_looks())
 
     async def _look(self, job_ids: list[JobId]) -> bool:
-        """Whether any of these jobs was answered: then more may be, and the next look comes at once."""
+        """Whether any of these jobs is settled: then more may be, and the next look comes at once."""
         if not job_ids:
             return False
-        answers = await self._patiently(partial(self._source.look, job_ids))
+        answers = await self._patience.ride_out(partial(self._source.look, job_ids))
         for job_id, answer in zip(job_ids, answers, strict=True):
             if answer is not None:
                 self._deliver(job_id, answer)
-        return any(isinstance(answer, Result) for answer in answers)
+        return any(answer is not None for answer in answers)
 
     def _next_looks(self) -> list[JobId]:
         """Those never looked at, else those not looked at for longest (the dict is in that order)."""
@@ -170,20 +167,6 @@ class Inbox:
             self._fresh.pop(job_id, None)
             self._watches[job_id] = self._watches.pop(job_id)
         return chosen
-
-    async def _patiently(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Ride out an absence of Redis, up to `patience` seconds."""
-        clock = asyncio.get_running_loop().time
-        give_up: float | None = None
-        for pause in chain(BACKOFF, repeat(BACKOFF[-1])):
-            try:
-                return await operation()
-            except QueueUnavailable:
-                give_up = clock() + self._patience if give_up is None else give_up
-                if clock() >= give_up:
-                    raise
-                await asyncio.sleep(pause)
-        raise AssertionError("unreachable: the pauses never end")
 
     def _deliver(self, job_id: JobId, answer: Answer) -> None:
         """Results of jobs nobody waits for are dropped here; their hashes still lead to them."""

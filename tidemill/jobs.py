@@ -257,3 +257,6 @@ class Delta(Wire):
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, if they were asked for."""
+    restart: bool = False
+    """The generations began anew on a worker of another build; what was streamed of this job before
+    is void."""

@@ -20,6 +20,9 @@ scripts get the names from `lua_names`, as tables: `K.leases`, `F.state`, `E.id`
     deltas:<id>                 stream  what a running job has generated: checkpoint and stream
     dead                        stream  jobs that were given up, with payload
     receipt:<worker>            hash    the last claim and reclaim, to answer a repeat of it
+    cancelled:<worker>          set     jobs that it holds and that somebody wants to end
+    worker:<worker>             string  its last report
+    workers                     zset    workers by the end of their last report
     card                        hash    the model card
 
 A lane is <wire version>:<priority>:<tenant>.
@@ -39,6 +42,10 @@ DEFAULT_RESULTS = "default"
 
 TOTAL = "total"
 """Field of `load` and of `accounts` beside the lanes."""
+
+RESTARTED, ENDED = "-1", "-2"
+"""How the ids of a delta stream's entries end that are no delta; that of a delta ends in `-0`. What
+stands before is the number of tokens so far, those of dropped generations included."""
 
 
 class Key(StrEnum):
@@ -61,6 +68,9 @@ class Key(StrEnum):
     DELTAS = "deltas:"
     DEAD = "dead"
     RECEIPT = "receipt:"
+    CANCELLED = "cancelled:"
+    WORKER = "worker:"
+    WORKERS = "workers"
     CARD = "card"
 
 
@@ -85,8 +95,14 @@ class JobField(StrEnum):
     WORKER = "worker"
     ATTEMPT = "attempt"
     FAILURES = "failures"
+    ALONE = "alone"
+    """Of a running job that one more failure would bury: `held`, or `begun` once its holder runs it."""
     TOKENS = "tokens"
-    """Tokens checkpointed."""
+    """Tokens checkpointed, of the present generations."""
+    FINGERPRINT = "fingerprint"
+    """Of the holder, or of the last one: of who made the checkpoint, if there is one."""
+    ORIGIN = "origin"
+    """Tokens of earlier generations, dropped because a worker of another fingerprint began anew."""
     BASE = "base"
     """Tokens that were checkpointed when the running attempt began."""
     CLAIMED = "claimed"
@@ -110,6 +126,8 @@ class EntryField(StrEnum):
     RESULT = "result"
     DELTA = "delta"
     ENDED = "ended"
+    RESTART = "restart"
+    """Stands between what is void and the deltas of the generations that began anew."""
     RING = "ring"
     PAYLOAD = "payload"
     FAILURES = "failures"
@@ -146,6 +164,12 @@ class QueueKeys:
 
     def deltas(self, job_id: JobId) -> str:
         return self._key(Key.DELTAS, job_id)
+
+    def cancelled(self, worker: str) -> str:
+        return self._key(Key.CANCELLED, worker)
+
+    def worker(self, name: str) -> str:
+        return self._key(Key.WORKER, name)
 
     def active(self, version: int, priority: Priority) -> str:
         return self._key(Key.ACTIVE, f"{version}:{priority}")
@@ -187,6 +211,10 @@ class QueueKeys:
         return self._key(Key.DEAD)
 
     @property
+    def workers(self) -> str:
+        return self._key(Key.WORKERS)
+
+    @property
     def card(self) -> str:
         return self._key(Key.CARD)
 
@@ -210,6 +238,7 @@ def lua_names() -> str:
     entries = ", ".join(f"{field.name.lower()} = '{field}'" for field in EntryField)
     return (
         f"local GROUP, DEFAULT_RESULTS, TOTAL = '{GROUP}', '{DEFAULT_RESULTS}', '{TOTAL}'\n"
+        f"local RESTARTED, ENDED = '{RESTARTED}', '{ENDED}'\n"
         f"local K = {{{keys}}}\n"
         f"local F = {{{fields}}}\n"
         f"local LIGHT = {{{light}}}\n"

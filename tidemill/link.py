@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ReadOnlyError, RedisError
+from redis.exceptions import RedisError
 
 from tidemill import wire
-from tidemill.connection import MAX_BLOCK, OUTAGES, blocking_twin, unavailable
+from tidemill.connection import MAX_BLOCK, blocking_twin
+from tidemill.errors import QueueUnavailable
 from tidemill.moves import QueueSettings
+from tidemill.refusals import is_outage, refusals_explained
 from tidemill.scripts import Move, load_scripts
 
 
@@ -24,6 +28,7 @@ class Link:
     ) -> None:
         self.redis = redis
         self._blocking = blocking_twin(redis)
+        self._turns = asyncio.Semaphore(self._blocking.connection_pool.max_connections)
         self._prefix = prefix
         self._scripts = load_scripts()
         self._settings_json = json.dumps(wire.script_settings(settings))
@@ -58,30 +63,47 @@ class Link:
         return reply.decode()
 
     async def read(self, key: str, cursor: str, count: int, block: float) -> wire.Entries:
-        """Read a stream after `cursor`, waiting up to `block` seconds for the first entry."""
-        milliseconds = int(min(block, MAX_BLOCK) * 1000)
+        """Read a stream after `cursor`, waiting up to `block` seconds for the first entry.
+
+        More readers than there may be blocking reads at once wait for their turn meanwhile, and look
+        before and after it: they cost no more connections, and none of them waits longer.
+        """
+        wait = min(block, MAX_BLOCK)
         async with self.reachable():
-            if milliseconds > 0:
-                reply = await self._blocking.xread({key: cursor}, count, block=milliseconds)
-            else:
+            if wait <= 0 or self._turns.locked():
                 reply = await self.redis.xread({key: cursor}, count)
+                if reply or wait <= 0:
+                    return wire.entries(reply)
+            left = await self._turn(wait)
+            if left <= 0:
+                return wire.entries(await self.redis.xread({key: cursor}, count))
+            try:
+                reply = await self._blocking.xread({key: cursor}, count, block=math.ceil(left * 1000))
+            finally:
+                self._turns.release()
         return wire.entries(reply)
+
+    async def _turn(self, wait: float) -> float:
+        """Wait for a turn to block; the seconds that are left for it, or 0 if it did not come."""
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + wait
+        try:
+            async with asyncio.timeout_at(give_up):
+                await self._turns.acquire()
+        except TimeoutError:
+            return 0.0
+        return max(0.001, give_up - clock())
 
     @asynccontextmanager
     async def reachable(self) -> AsyncIterator[None]:
         """Translate Redis's refusals, and remember when it came back from an outage."""
         try:
-            yield
-        except RedisError as error:
-            if isinstance(error, OUTAGES):
+            with refusals_explained(self.redis, self._blocking):
+                yield
+        except QueueUnavailable as refusal:
+            if isinstance(refusal.__cause__, RedisError) and is_outage(refusal.__cause__):
                 self._outage = True
-            if isinstance(error, ReadOnlyError):
-                # The address may lead to another primary by now; these connections never will.
-                await self.redis.connection_pool.disconnect(inuse_connections=False)
-            reason = unavailable(error, self.redis)
-            if reason is None:
-                raise
-            raise reason from error
+            raise
         if self._outage:
             self._outage = False
             self._restored_at = self._clock()

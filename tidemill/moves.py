@@ -85,6 +85,9 @@ class Claimed:
     """What earlier attempts generated, in order and without gaps; the generation goes on after it."""
     stream: bool
     """Somebody may be reading along: checkpoint text as soon as it exists."""
+    alone: bool = False
+    """One more failure would bury it: to be kept aside until the holder has nothing else, then announced
+    with `Queue.begin`, and run with nothing beside it. Until then its lease may lapse and nothing counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +118,12 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class RenewOutcome:
-    """What the holder of many jobs learns at each renewal; jobs in neither set go on."""
+    """What a worker learns of its jobs at each renewal; those in neither set go on."""
 
     lost: frozenset[JobId] = frozenset()
     """Not this holder's any more: stop computing, write nothing."""
     cancelled: frozenset[JobId] = frozenset()
-    """Still this holder's, and to be finished as cancelled."""
+    """Still this worker's, renewed just now or not, and to be finished as cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,8 @@ class QueueSettings:
     """How long the deltas of a finished streamed job stay for readers that lag behind."""
     card_ttl: float = 90.0
     """How long a model card outlives its last publication."""
+    worker_ttl: float = 15.0
+    """How long a worker's report outlives its publication; after that the worker counts as gone."""
     max_payload: int = 1024 * 1024
     """Largest job, in bytes of JSON."""
     max_depth: int = 1_000_000
@@ -221,6 +226,8 @@ class QueueSettings:
     backoff: float = 1.0
     """Delay before the third attempt of a job that has made no progress; doubles from there."""
     max_backoff: float = 300.0
+    memory_overdraft: float = 0.1
+    """Part of the server's `maxmemory` that it may hold beyond that before no job is handed out any more."""
     ageing: float = 60.0
     """Each such span of waiting lifts a job by one priority, so that `low` does not starve."""
 

@@ -12,7 +12,6 @@ repeated after a lost reply: it does its work once and says so again. The clock 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from redis.asyncio import Redis
 
 from tidemill import wire
 from tidemill.card import ModelCard
+from tidemill.dead_letters import DeadLetters, requeued
 from tidemill.errors import ErrorCode, InvalidJob, JobConflict, QueueFull
 from tidemill.jobs import WIRE_VERSION, ErrorInfo, FinishReason, Job, JobId, Priority, Result, Status
 from tidemill.keys import CardField, QueueKeys
@@ -42,18 +42,11 @@ from tidemill.moves import (
     SubmitOutcome,
     Submitted,
 )
+from tidemill.registry import WorkerReport, WorkerView
 from tidemill.scripts import Move
 from tidemill.service import check_weight
 
-SUBMISSIONS_PER_SCRIPT = 32
-"""Starting a script costs as much as a submission does: measured, 38 us of the server's time for a job
-by itself, 22 for each of 32. More would gain little, hold others up for longer than a millisecond, and
-overshoot the server's memory limit by more, which is looked at between scripts only."""
-
 EXPIRATIONS_PER_SCRIPT = 1000
-
-MAX_DEADLINE = 1e10
-"""Seconds; far beyond anyone's patience, and exact in milliseconds as a score of Redis."""
 
 DEFAULT_SETTINGS = QueueSettings()
 
@@ -84,6 +77,7 @@ class Queue:
         self.settings = settings
         self.keys = QueueKeys(name)
         self._link = Link(redis, self.keys.prefix, settings, clock)
+        self._dead = DeadLetters(self._link, self.keys.dead)
         self._version = wire_version
         self._series = secrets.token_hex(8)
         self._answered: Counter[tuple[Move, str]] = Counter()
@@ -112,13 +106,7 @@ class Queue:
         """
         payloads = [job.to_wire().encode() for job in jobs]
         sent = [i for i, payload in enumerate(payloads) if len(payload) <= self.settings.max_payload]
-        calls = [
-            [
-                self._version,
-                *chain.from_iterable(_submission(jobs[i], payloads[i], reply_to) for i in sent[first:last]),
-            ]
-            for first, last in _spans(len(sent), SUBMISSIONS_PER_SCRIPT)
-        ]
+        calls = wire.submission_calls(self._version, [(jobs[i], payloads[i]) for i in sent], reply_to)
         replies = await self._link.run(Move.SUBMIT, calls)
         answered = dict(zip(sent, chain.from_iterable(replies), strict=True))
         return [
@@ -216,32 +204,36 @@ class Queue:
 
     # The worker's side
 
-    async def claim(self, worker: str, room: int, *, above: Priority | None = None) -> list[Claimed]:
-        """Take up to `room` waiting jobs under a lease.
+    async def claim(
+        self, worker: str, room: int, *, above: Priority | None = None, fingerprint: str = ""
+    ) -> list[Claimed]:
+        """Take up to `room` waiting jobs under a lease; the last may have to run `alone`.
 
         If the reply to the last call was lost, this one returns the jobs of that call, even if
-        `room` is smaller by now.
+        `room` is smaller by now. Else it takes none while the server holds more memory than
+        `memory_overdraft` allows, and raises `QueueUnavailable`.
 
         Args:
-            worker: unique per process start; the fence would let a namesake pass.
+            worker: unique per process start.
             room: jobs that the worker can begin, with a small look-ahead.
             above: serve only priorities higher than this one.
+            fingerprint: of this worker; a job that another one has begun begins anew.
         """
         priorities = list(Priority)
         served = priorities if above is None else priorities[: priorities.index(above)]
         if room <= 0 or not served:
             return []
-        return await self._take(Move.CLAIM, worker, room, *(p.value for p in served))
+        return await self._take(Move.CLAIM, worker, room, fingerprint, *(p.value for p in served))
 
-    async def reclaim(self, worker: str, room: int) -> list[Claimed]:
-        """Take up to `room` jobs whose lease has lapsed, and bury those past `max_attempts`.
+    async def reclaim(self, worker: str, room: int, *, fingerprint: str = "") -> list[Claimed]:
+        """Take up to `room` jobs whose lease has lapsed, as `claim` does; bury those past `max_attempts`.
 
         Takes none within one lease of a start of the server, or of the end of an outage seen by
         this queue: leases ran on meanwhile, and their holders must get the time to renew.
         """
         if room <= 0 or await self._link.lately_restored():
             return []
-        return await self._take(Move.RECLAIM, worker, room)
+        return await self._take(Move.RECLAIM, worker, room, fingerprint)
 
     async def _take(self, move: Move, worker: str, room: int, *arguments: str) -> list[Claimed]:
         async with self._taking:  # two calls under one request would be given the same jobs
@@ -270,15 +262,23 @@ class Queue:
         )
         await self.finish(worker, attempt, result)
 
+    async def begin(self, worker: str, job_id: JobId, attempt: int) -> bool:
+        """Say that a job handed over to be run `alone` is now run; false if it is not held any more.
+
+        From here on a lease that lapses counts as a failure, which this job has one left of.
+        """
+        return bool(await self._link.one(Move.BEGIN, worker, attempt, job_id))
+
     async def renew(self, worker: str, renewals: Sequence[Renewal]) -> RenewOutcome:
         """Extend the leases of held jobs and store what they generated, in one round trip.
 
         Deltas that are stored already are skipped, so a holder repeats them until it sees a reply.
-        A job whose deltas do not continue its checkpoint counts as lost.
+        A job whose deltas do not continue its checkpoint counts as lost. Without renewals it only
+        asks for cancellations, of which each call brings those of all jobs that the worker holds.
         """
         lost: set[JobId] = set()
         cancelled: set[JobId] = set()
-        for reply in await self._link.run(Move.RENEW, wire.renewal_calls(worker, renewals)):
+        for reply in await self._link.run(Move.RENEW, wire.renewal_calls(worker, renewals) or [[worker]]):
             lost.update(JobId(job_id.decode()) for job_id in reply[0])
             cancelled.update(JobId(job_id.decode()) for job_id in reply[1])
         return RenewOutcome(frozenset(lost), frozenset(cancelled))
@@ -317,6 +317,10 @@ class Queue:
             pipeline.pexpire(key, ttl)
             await pipeline.execute()
 
+    async def report(self, report: WorkerReport) -> None:
+        """List a worker in the registry; to be repeated well within `worker_ttl`."""
+        await self._link.one(Move.HEARTBEAT, report.name, report.to_wire())
+
     async def remove_consumer(self, worker: str) -> bool:
         """Forget a worker that has stopped; false, and nothing lost, if it still holds jobs."""
         return bool(await self._link.one(Move.REMOVE_CONSUMER, worker))
@@ -327,10 +331,25 @@ class Queue:
         """Answer waiting jobs whose deadline has passed (claim does it too); return how many."""
         return int(await self._link.one(Move.EXPIRE, EXPIRATIONS_PER_SCRIPT))
 
+    async def workers(self) -> list[WorkerView]:
+        """List the workers that reported lately, by name."""
+        return wire.worker_views(await self._link.one(Move.WORKERS))
+
     async def dead_letters(self, cursor: str = "0", *, count: int = 100) -> list[DeadLetter]:
         """Read the jobs that were given up, after the entry `cursor`."""
-        entries = await self._link.read(self.keys.dead, cursor, count, 0.0)
-        return [wire.dead_letter(entry, fields) for entry, fields in entries]
+        return await self._dead.after(cursor, count)
+
+    async def dead_letter(self, job_id_or_entry: str) -> DeadLetter | None:
+        """Look up a job that was given up, by its entry or its own id; the newest, if there are several."""
+        return await self._dead.find(job_id_or_entry)
+
+    async def purge_dead_letters(self, entry_ids: Sequence[str] | None) -> int:
+        """Forget the dead letters of these entries, or all (`None`); returns how many there were.
+
+        Raises:
+            ValueError: naming what is not the id of an entry.
+        """
+        return await self._dead.purge(entry_ids)
 
     async def requeue(self, letter: DeadLetter, *, reply_to: str) -> JobId:
         """Submit a dead letter's job again under a new id, with `requeued_from` in its metadata.
@@ -341,16 +360,11 @@ class Queue:
             InvalidJob: the payload is not a job, or has no room for one more metadata entry.
             QueueFull: the letter stays where it is.
         """
-        job = Job.from_wire(letter.payload)
-        origin = f"{letter.job_id}/{letter.entry_id}".encode()
-        metadata = {**job.metadata, "requeued_from": letter.job_id}
-        new_id = hashlib.blake2b(origin, digest_size=16).hexdigest()
-        job = Job.parse({**job.model_dump(), "id": new_id, "metadata": metadata})
+        job = requeued(letter)
         (outcome,) = await self.submit([job], reply_to=reply_to)
         if isinstance(outcome, Exception):
             raise outcome
-        async with self._link.reachable():
-            await self._link.redis.xdel(self.keys.dead, letter.entry_id)
+        await self._dead.purge([letter.entry_id])
         return job.id
 
     async def set_weight(self, tenant: str, weight: float) -> None:
@@ -364,18 +378,3 @@ class Queue:
         check_weight(weight)
         async with self._link.reachable():
             await self._link.redis.hset(self.keys.weights, tenant, str(weight))
-
-
-def _spans(count: int, size: int) -> list[tuple[int, int]]:
-    """Bounds of the parts, of up to `size`, that `count` things are taken in."""
-    return [(first, first + size) for first in range(0, count, size)]
-
-
-def _submission(job: Job, payload: bytes, reply_to: str) -> list[Any]:
-    """Arguments of submit for one job."""
-    seed = job.params.seed if job.params.seed is not None else secrets.randbits(63)
-    deadline = "" if job.deadline is None else wire.milliseconds(min(job.deadline, MAX_DEADLINE))
-    return [
-        job.id, job.digest(), payload, job.priority.value, job.tenant, seed, deadline,
-        job.reply_to or reply_to, int(job.stream),
-    ]  # fmt: skip

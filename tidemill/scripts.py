@@ -29,16 +29,21 @@ class Move(StrEnum):
     FINISH = "finish"
     RELEASE = "release"
     RECLAIM = "reclaim"
+    BEGIN = "begin"
     CANCEL = "cancel"
     EXPIRE = "expire"
     DEPTH = "depth"
+    HEARTBEAT = "heartbeat"
+    WORKERS = "workers"
     REMOVE_CONSUMER = "remove_consumer"
 
 
 def _shebang(move: Move) -> str:
     """Only submit is refused by a full server; all else frees memory, or is on the way to it."""
-    flags = {Move.SUBMIT: "", Move.DEPTH: " flags=no-writes"}.get(move, " flags=allow-oom")
-    return f"#!lua{flags}\n"
+    if move is Move.SUBMIT:
+        return "#!lua\n"
+    reads = move in (Move.DEPTH, Move.WORKERS)
+    return f"#!lua flags={'no-writes' if reads else 'allow-oom'}\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from tidemill.jobs import Delta, Result
 
 
 class Told:
-    """Counts the pieces that were given out, and finds what the result has beyond them."""
+    """Remembers the pieces that were given out, and finds what the result has beyond them."""
 
     def __init__(self) -> None:
-        self._tokens: Counter[int] = Counter()
+        self._tokens: defaultdict[int, list[int]] = defaultdict(list)
         self._characters: Counter[int] = Counter()
+        self._num_tokens = 0
 
-    def count(self, delta: Delta) -> None:
-        """Note a piece that was given out."""
-        self._tokens[delta.choice] += len(delta.token_ids)
+    def take(self, delta: Delta) -> bool:
+        """Note a piece that is to be given out; one with `restart` makes void what was told before.
+
+        False, and nothing is noted, if it does not go on where the last one ended: the server has lost
+        what came between, or repeats what was told. The result has the whole.
+        """
+        if delta.restart:
+            self._forget()
+        if delta.index != self._num_tokens:
+            return False
+        self._tokens[delta.choice] += delta.token_ids
         self._characters[delta.choice] += len(delta.text)
+        self._num_tokens += len(delta.token_ids)
+        return True
 
     def rest(self, result: Result) -> Iterator[Delta]:
-        """The last piece of each generation, if there is more of it than was given out."""
+        """The last piece of each generation, if there is more of it than was given out.
+
+        If what was given out is not how the result begins, the result is told from its beginning.
+        """
+        restart = not self._is_beginning_of(result)
+        if restart:
+            self._forget()
         for choice in result.choices:
-            num_tokens = self._tokens[choice.index]
+            told = len(self._tokens[choice.index])
             rest = Delta(
-                index=self._tokens.total(),
+                index=self._num_tokens,
                 choice=choice.index,
                 text=choice.text[self._characters[choice.index] :],
-                token_ids=choice.token_ids[num_tokens:],
+                token_ids=choice.token_ids[told:],
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
-                logprobs=(choice.logprobs or ())[num_tokens:],
+                logprobs=(choice.logprobs or ())[told:],
+                restart=restart,
             )
             if rest.text or rest.token_ids:
-                self.count(rest)
+                self.take(rest)
+                restart = False
                 yield rest
+
+    def _is_beginning_of(self, result: Result) -> bool:
+        """A generation without tokens contradicts nothing: its job failed before there was any result."""
+        return all(
+            list(choice.token_ids[: len(told)]) == told
+            for choice in result.choices
+            if choice.token_ids and (told := self._tokens[choice.index])
+        )
+
+    def _forget(self) -> None:
+        self._tokens.clear()
+        self._characters.clear()
+        self._num_tokens = 0

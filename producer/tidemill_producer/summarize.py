@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from tidemill.card import ModelCard
 from tidemill.client import Client
-from tidemill.errors import ConfigurationError, InvalidJob, JobUnknown, QueueFull, QueueUnavailable
+from tidemill.errors import ConfigurationError, InvalidJob, JobUnknown, QueueUnavailable
 from tidemill.jobs import FinishReason, Job, JobId, Message, Result, Status
 from tidemill.params import SamplingParams
 from tidemill_producer.cancellation import stop
@@ -37,8 +38,6 @@ WINDOW = 256
 """Jobs in flight: enough to keep some workers busy, and the most an interrupted run leaves behind."""
 MAX_TRIES = 8
 """How many failures of earlier runs are passed over until a job counts as hopeless."""
-FULL_QUEUE_PAUSE = 0.2
-"""Seconds between two tries to submit to a full queue."""
 CARD_INTERVAL = 0.5
 SEPARATOR = "\n\n"
 RUN = "run"
@@ -78,6 +77,8 @@ class Summarizer:
         card: see `await_card`.
         options: what the summaries should be like.
         window: jobs in flight, and documents in memory, at most.
+        wait_for_room: seconds that each job may wait for room in a full queue; after that `QueueFull`
+            ends all.
         on_progress: is shown `total` after each answer.
 
     Raises:
@@ -91,6 +92,7 @@ class Summarizer:
         options: SummaryOptions | None = None,
         *,
         window: int = WINDOW,
+        wait_for_room: float = math.inf,
         on_progress: OnProgress = lambda _: None,
     ) -> None:
         options = options or SummaryOptions()
@@ -106,6 +108,7 @@ class Summarizer:
             card, instruction_tokens=self._splitter.count(options.system + options.instruction)
         )
         self._window = window
+        self._wait_for_room = wait_for_room
         self._room = asyncio.Semaphore(window)
         self._on_progress = on_progress
         self._run = uuid.uuid4().hex
@@ -241,14 +244,10 @@ class Summarizer:
 
     async def _submit(self, job: Job) -> None:
         """Submit `job`, as soon as the queue has room for it."""
-        while True:
-            try:
-                await self._client.submit(job)
-                return
-            except QueueFull:
-                await asyncio.sleep(FULL_QUEUE_PAUSE)
-            except InvalidJob as error:
-                raise SummaryFailed(str(error)) from error
+        try:
+            await self._client.submit(job, wait_for_room=self._wait_for_room)
+        except InvalidJob as error:
+            raise SummaryFailed(str(error)) from error
 
     def _job(self, text: str, attempt: int) -> Job:
         options = self._options

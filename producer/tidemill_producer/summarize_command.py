@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,14 @@ def summarize(
     wait: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Wait this long for a worker to appear.")
     ] = 60.0,
+    wait_for_room: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Wait this long for room in a full queue; else without end.",
+        ),
+    ] = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,6 +90,7 @@ def summarize(
         stdin=stdin,
         report=report,
         wait=wait,
+        wait_for_room=math.inf if wait_for_room is None else wait_for_room,
         timeout=timeout,
     )
     try:
@@ -103,12 +113,15 @@ async def _run(
     stdin: BinaryIO,
     report: Report,
     wait: float,
+    wait_for_room: float,
     timeout: float | None,
 ) -> None:
     async with Client(redis_url, queue=queue) as client, asyncio.timeout(timeout):
         await client.ping()
         card = await await_card(client, timeout=wait, on_wait=complain)
-        summarizer = Summarizer(client, card, options, on_progress=report.progressed)
+        summarizer = Summarizer(
+            client, card, options, wait_for_room=wait_for_room, on_progress=report.progressed
+        )
         num_documents = sum(1 for _ in find_documents(paths, exclude=report.folder))
         documents = read_documents(find_documents(paths, exclude=report.folder), stdin=stdin)
         with report.running(num_documents):

@@ -16,7 +16,7 @@ from tidemill.blocking import BlockingClient
 from tidemill.exit_codes import ExitCode
 from tidemill.jobs import Job, JobId
 
-OURS = ("submit", "result", "status", "cancel", "queue")
+OURS = ("submit", "result", "status", "cancel", "queue", "workers")
 
 
 class TestMounting:

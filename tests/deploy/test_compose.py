@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 from packaging.requirements import Requirement
 
+from tests.tidemill.servers import running, valkey_binary
 from tidemill_worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +30,7 @@ def settings_named_in(text: str) -> set[str]:
 
 
 def server_options() -> dict[str, str]:
-    _, *words = COMPOSE["services"]["valkey"]["command"]
+    _, _, *words = COMPOSE["services"]["valkey"]["command"]
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
@@ -41,6 +43,26 @@ def test_the_server_keeps_every_job() -> None:
 def test_the_server_is_reachable_from_this_host_only() -> None:
     (port,) = COMPOSE["services"]["valkey"]["ports"]
     assert port.startswith("127.0.0.1:")
+
+
+def test_the_password_stands_in_no_command() -> None:
+    services = COMPOSE["services"].values()
+    assert not [line for line in services if "PASSWORD" in str(line.get("command", ""))]
+    server = COMPOSE["services"]["valkey"]
+    assert server["configs"] == [{"source": "password", "target": server["command"][1]}]
+
+
+@pytest.mark.parametrize("password", ["", "a-b_C9"])
+def test_the_server_takes_the_password_from_its_file(password: str, tmp_path: Path) -> None:
+    file = tmp_path / "password.conf"
+    content: str = COMPOSE["configs"]["password"]["content"]
+    file.write_text(content.replace("${VALKEY_PASSWORD:-}", password))
+    with running(valkey_binary(), "--include", str(file)) as server:
+        with redis.Redis(port=server.port, password=password or None) as client:
+            assert client.ping()
+        if password:
+            with server.client() as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
 
 
 @pytest.mark.parametrize("name", WORKERS)

@@ -24,12 +24,13 @@ from tests.e2e.processes import Worker
 from tests.tidemill.audit import Audit
 from tests.tidemill.servers import Server
 from tests.worker.model.texts import paragraphs
-from tidemill.client import Client, batched
+from tidemill.client import Client
 from tidemill.errors import ErrorCode, InvalidJob
 from tidemill.jobs import WIRE_VERSION, Job, Priority, Result, Status
 from tidemill.keys import DEFAULT_RESULTS, JobField, QueueKeys
 from tidemill.params import SamplingParams
 from tidemill.queue import Queue
+from tidemill.submission import batched
 
 NUM_GOOD = 99
 YEAR = {"type": "object", "properties": {"y": {"enum": [1999, 2024]}}, "required": ["y"]}

@@ -34,7 +34,7 @@ def assert_refused(ended: subprocess.CompletedProcess[bytes], code: ExitCode, *s
         (["--lease", "nan"], {}, ["lease='nan'", "finite number"]),
         ([], {"TIDEMILL_MAX_NUM_SEQ": "4"}, ["TIDEMILL_MAX_NUM_SEQ:", "TIDEMILL_MAX_NUM_SEQS?"]),
         ([], {"TIDEMILL_BLOCK_SIZE": "many"}, ["block_size='many'"]),
-        ([], {"REDIS_URL": "localhost:6379"}, ["redis_url: give a URL"]),
+        ([], {"REDIS_URL": "localhost:6379"}, ["redis_url: not a Redis URL"]),
     ],
 )
 def test_a_wrong_setting_is_named(

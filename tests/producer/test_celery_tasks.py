@@ -22,7 +22,7 @@ from tests.producer.factories import ENGLISH, make_text
 from tests.producer.fake_worker import FakeWorker, brief, brief_of, serving_in_thread
 from tests.tidemill.servers import Server
 from tidemill.blocking import BlockingClient
-from tidemill.errors import ConfigurationError
+from tidemill.errors import ConfigurationError, JobUnknown
 from tidemill.jobs import Job, JobId
 from tidemill_producer.celery_tasks import GENERATE, GenerationFailed, generate, summarize, task_digest
 from tidemill_producer.settings import celery_settings
@@ -211,6 +211,20 @@ def test_a_queue_that_is_away_is_tried_again(server: Server, app: Celery, worker
     app.conf.tidemill_redis_url = server.url
 
     assert sent.get(timeout=SECONDS)["text"] == brief_of("Once")
+
+
+def test_a_job_that_is_lost_fails_its_task_instead_of_holding_it(
+    server: Server, app: Celery, queue: str
+) -> None:
+    """Given a server that loses its data while a task waits, the task learns of it, and does not wait on."""
+    answer, held = holding()
+    with serving_in_thread(server.url, queue, answer):
+        sent = app.send_task(GENERATE, kwargs={"prompt": "Once"})
+        assert held.wait(SECONDS)
+        with server.client() as redis:
+            redis.delete(*redis.keys(f"tidemill:{{{queue}}}:*"))
+        with pytest.raises(JobUnknown, match=str(task_digest(sent.id))):
+            sent.get(timeout=SECONDS)
 
 
 def test_settings_come_from_celery_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

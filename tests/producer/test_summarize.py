@@ -12,7 +12,7 @@ from tests.producer.factories import ENGLISH, byte_level_bpe, make_text
 from tests.producer.fake_worker import brief, brief_of, make_card, serving, text_of
 from tests.tidemill.servers import Server
 from tidemill.client import Client, ClientSettings
-from tidemill.errors import ConfigurationError, QueueUnavailable
+from tidemill.errors import ConfigurationError, QueueFull, QueueUnavailable
 from tidemill.jobs import Job
 from tidemill.moves import QueueSettings
 from tidemill_producer.documents import Document, Unreadable
@@ -242,6 +242,15 @@ async def test_a_full_queue_is_waited_out(server: Server, queue: str) -> None:
         found = await outcomes(summarizer, [Document("a", make_text(20))])
 
     assert isinstance(found[0], Summary)
+
+
+async def test_a_queue_that_stays_full_ends_the_run_when_the_time_is_over(server: Server, queue: str) -> None:
+    settings = ClientSettings(queue=QueueSettings(max_depth=1))
+    async with Client(server.url, queue=queue, settings=settings) as client:
+        await client.submit(Job(prompt="in the way"))
+        summarizer = Summarizer(client, make_card(), SMALL, wait_for_room=0.1)
+        with pytest.raises(QueueFull):
+            await outcomes(summarizer, [Document("a", ENGLISH)])
 
 
 async def test_a_job_that_can_never_be_submitted_fails_its_document(server: Server, queue: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from tests.producer.factories import ENGLISH, make_text
 from tests.producer.fake_worker import brief, brief_of, serving_in_thread, text_of
 from tests.tidemill.servers import Server, free_port
 from tidemill.__main__ import main
+from tidemill.blocking import BlockingClient
+from tidemill.client import ClientSettings
 from tidemill.jobs import Job
+from tidemill.moves import QueueSettings
 
 BRIEF = brief_of(ENGLISH.strip())
 
@@ -154,6 +158,24 @@ def test_no_worker_is_exit_status_4(
 ) -> None:
     assert run(server, queue, "docs", "--wait", "0") == 4
     assert capsys.readouterr().err == f"tidemill: no worker serves queue {queue}\n"
+
+
+def test_no_room_in_time_is_exit_status_6(
+    server: Server,
+    queue: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = partial(ClientSettings, queue=QueueSettings(max_depth=1))
+    monkeypatch.setattr("tidemill.client.ClientSettings", settings)
+    with (
+        serving_in_thread(server.url, queue, lambda _: None),
+        BlockingClient(server.url, queue=queue) as client,
+    ):
+        client.submit(Job(prompt="in the way"))
+        assert run(server, queue, "docs", "--wait-for-room", "0.1") == 6
+    assert capsys.readouterr().err == f"tidemill: queue {queue} holds 1 unfinished jobs\n"
 
 
 def test_no_redis_is_exit_status_4(queue: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

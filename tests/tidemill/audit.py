@@ -9,6 +9,9 @@ import redis
 
 Hash = dict[str, str]
 
+EXPIRING = ("results", "receipt", "cancelled", "worker", "workers", "dead", "doorbell", "card")
+"""Kinds of keys that never last, whatever there is to do."""
+
 
 @dataclass
 class Audit:
@@ -16,7 +19,8 @@ class Audit:
 
     Every unfinished job is in exactly one place, every pending entry is under a lease of the
     worker that the job names, all counters equal what they count, each tenant stands in line by what it
-    was served and is promised, and whatever is left of finished jobs expires.
+    was served and is promised, what readers may stream is the present generation, and whatever is left
+    of finished jobs expires: once all are, no key but the weights lasts.
     """
 
     client: redis.Redis
@@ -27,6 +31,8 @@ class Audit:
         self.jobs = {key: self._hash(f"job:{key}") for key in self._names("job:")}
         self._check_entries()
         self._check_sets()
+        self._check_suspects()
+        self._check_checkpoints()
         self._check_load()
         self._check_accounts()
         self._check_lifetimes()
@@ -76,6 +82,23 @@ class Audit:
             if job["tenant"] not in self._members(f"active:{job['version']}:{job['priority']}"):
                 self.faults.append(f"nobody will look for {job}")
 
+    def _check_suspects(self) -> None:
+        for job_id, job in self.jobs.items():
+            if job.get("alone", "held") not in ("held", "begun"):
+                self.faults.append(f"{job_id} is {job['alone']}")
+            if "alone" in job and (job["state"] != "running" or int(job.get("failures", 0)) < 1):
+                self.faults.append(f"{job_id}, {job['state']}, is to be run alone")
+
+    def _check_checkpoints(self) -> None:
+        for job_id, job in self._in_state("waiting", "running", "delayed").items():
+            origin, tokens = int(job.get("origin", 0)), int(job.get("tokens", 0))
+            marks = [f"{origin}-1"] if origin and "stream" in job else []
+            ids = [entry.decode() for entry, _ in self.client.xrange(f"{self.prefix}deltas:{job_id}")]
+            self._expect(f"marks of {job_id}", [entry for entry in ids if not entry.endswith("-0")], marks)
+            pieces = [int(entry.removesuffix("-0")) for entry in ids if entry.endswith("-0")]
+            self._expect(f"order of {job_id}", pieces, sorted(piece for piece in pieces if piece > origin))
+            self._expect(f"end of {job_id}", pieces[-1:], [origin + tokens] if tokens else [])
+
     def _check_load(self) -> None:
         live = self._in_state("waiting", "running", "delayed").values()
         counted = Counter(_lane(job) for job in live)
@@ -115,9 +138,10 @@ class Audit:
             expires = self.client.pttl(f"{self.prefix}job:{job_id}") != -1  # or has expired meanwhile
             self._expect(f"expiry of {job_id}", expires, job["state"] == "done")
             self._expect(f"payload of {job_id}", "payload" in job, job["state"] != "done")
-        if not self._in_state("waiting", "running", "delayed"):
-            forever = [key for key in self._names("") if self.client.pttl(self.prefix + key) == -1]
-            self._expect("keys without expiry", [key for key in forever if key != "weights"], [])
+        forever = [key for key in self._names("") if self.client.pttl(self.prefix + key) == -1]
+        if self._in_state("waiting", "running", "delayed"):
+            forever = [key for key in forever if key.partition(":")[0] in EXPIRING]
+        self._expect("keys without expiry", [key for key in forever if key != "weights"], [])
 
 
 def _lane(job: Hash) -> str:

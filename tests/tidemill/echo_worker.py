@@ -82,7 +82,7 @@ async def finish(queue: Queue, claimed: Claimed, worker: str = "echo") -> Result
 @asynccontextmanager
 async def open_queue(url: str, name: str) -> AsyncIterator[Queue]:
     """The worker's side of a queue."""
-    redis = connect(url)
+    redis = connect(url, queue=name)
     queue = Queue(redis, name)
     try:
         yield queue

@@ -13,6 +13,7 @@ from tidemill.jobs import Delta, Job, JobId, Priority, Result, Status
 from tidemill.moves import Claimed, QueueSettings, Renewal, Submitted
 from tidemill.params import SamplingParams
 from tidemill.queue import Queue
+from tidemill.registry import WorkerReport, WorkerState
 
 LEASE = 2.0
 """Seconds. The servers of the session are older than this when the first test begins."""
@@ -43,6 +44,15 @@ def make_job(job_id: str | None = None, *, seed: int | None = None, **fields: An
 def make_result(job_id: str, text: str = "the end", **fields: Any) -> Result:
     fields.setdefault("status", Status.SUCCEEDED)
     return Result(id=JobId(job_id), text=text, **fields)
+
+
+def make_report(name: str = WORKER, **changes: object) -> WorkerReport:
+    values = {
+        "name": name, "queue": "q", "model": "m", "host": "node-1", "pid": 7, "version": "1.0",
+        "fingerprint": "f", "device": "cpu", "state": WorkerState.SERVING, "capacity": 8, "running": 3,
+        "waiting": 1, "held": 5, "unrecorded": 0, "kv_usage": 0.5, "uptime": 12.5, "heartbeat": 5.0,
+    }  # fmt: skip
+    return WorkerReport.model_validate({**values, **changes})
 
 
 def make_deltas(*sizes: int, start: int = 0) -> tuple[Delta, ...]:
@@ -90,6 +100,13 @@ async def lapse(redis: Redis, queue: Queue, *job_ids: str) -> None:
 async def reclaim_after_lapse(redis: Redis, queue: Queue, job_id: str, worker: str = OTHER) -> list[Claimed]:
     await lapse(redis, queue, job_id)
     return await queue.reclaim(worker, 10)
+
+
+async def make_suspect(redis: Redis, queue: Queue, *job_ids: str) -> None:
+    """Let waiting jobs have failed so often that one more time would bury them."""
+    for job_id in job_ids:
+        failures = queue.settings.max_attempts - 1
+        assert await redis.hset(queue.keys.job(JobId(job_id)), "failures", str(failures)) == 1
 
 
 async def make_due(redis: Redis, queue: Queue, job_id: str) -> None:

@@ -10,6 +10,7 @@ from tests.tidemill.factories import make_result
 from tidemill.errors import JobUnknown
 from tidemill.inbox import Inbox
 from tidemill.jobs import JobId, Result
+from tidemill.patience import Patience
 
 
 class ScriptedSource:
@@ -52,7 +53,7 @@ class ScriptedSource:
 
 @asynccontextmanager
 async def make_inbox(source: ScriptedSource, *, patience: float = 5.0) -> AsyncIterator[Inbox]:
-    inbox = Inbox(source, patience=patience, poll=0.002)
+    inbox = Inbox(source, patience=Patience(patience), poll=0.002)
     try:
         yield inbox
     finally:

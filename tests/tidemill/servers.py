@@ -66,13 +66,14 @@ class Server:
     def start(self) -> None:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="tidemill-server-"))
-        log = (self.folder / "log").open("ab")
-        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        with log:
-            self.process = subprocess.Popen(
-                [*command, "--dir", str(self.folder), *self.options], stdout=log, stderr=log
-            )
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self.command(self.folder), stdout=log, stderr=log)
         self._await_answer()
+
+    def command(self, folder: Path) -> list[str]:
+        """What to run, with its data in `folder`."""
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        return [self.binary, *where, "--save", "", *self.options]
 
     def _await_answer(self) -> None:
         limit = time.monotonic() + START_SECONDS

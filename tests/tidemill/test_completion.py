@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 import pytest
 
+from tests.tidemill.factories import make_result
 from tests.tidemill.scripted_source import ScriptedSource, make_inbox
 from tidemill.completion import Completion
 from tidemill.errors import JobConflict, JobUnknown
@@ -73,6 +75,37 @@ async def test_no_more_than_a_window_of_jobs_is_held() -> None:
         assert given == total
         # One more id is in the feeder's hand; a batch of answers may be on its way.
         assert ahead <= 2 * window + 1
+
+
+class FreshResults(ScriptedSource):
+    """Makes each result anew, as one that comes over a wire is, and knows how many are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[Result]] = []
+
+    async def look(self, job_ids: Sequence[JobId]) -> Sequence[Result | JobUnknown | None]:
+        await asyncio.sleep(0)
+        results = [make_result(job_id) for job_id in job_ids]
+        self._made += map(weakref.ref, results)
+        return results
+
+    @property
+    def num_held(self) -> int:
+        return sum(made() is not None for made in self._made)
+
+
+async def test_results_do_not_pile_up_before_a_slow_consumer() -> None:
+    """celery#6963: given far more answers than are consumed, those that nobody took are not held."""
+    source, window, held = FreshResults(), 20, []
+    names = (JobId(f"job-{number}") for number in range(400))
+    async with make_inbox(source) as inbox:
+        async for _ in make_completion(inbox, window=window).results(names, timeout=60):
+            for _ in range(20):
+                await asyncio.sleep(0)  # whatever can be read ahead is read now
+            held.append(source.num_held)
+    assert len(held) == 400
+    assert max(held) <= window + 1  # and the one in the consumer's hand
 
 
 async def test_answers_come_while_ids_are_still_awaited() -> None:

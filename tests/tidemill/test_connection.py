@@ -11,10 +11,12 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
-from tests.tidemill.servers import running, valkey_binary
-from tidemill.connection import MAX_BLOCK, SOCKET_TIMEOUT, address_of, blocking_twin, connect, unavailable
-from tidemill.errors import ConfigurationError
+from tests.tidemill.servers import Server, running, valkey_binary
+from tidemill.connection import MAX_BLOCK, SOCKET_TIMEOUT, address_of, blocking_twin, connect
+from tidemill.errors import ConfigurationError, QueueUnavailable
 from tidemill.moves import QueueSettings
+from tidemill.refusals import refusals_explained, unavailable
+from tidemill.topology import PrimaryUnknown
 
 
 @pytest.mark.parametrize("url", ["http://example.org", "nonsense", "redis://host:port/0", ""])
@@ -39,6 +41,8 @@ def test_a_silent_connection_is_noticed_between_a_block_and_a_renewal() -> None:
 def test_the_address_names_no_credentials() -> None:
     assert address_of(connect("redis://user:secret@somewhere:7/0")) == "somewhere:7"
     assert address_of(connect("unix:///run/redis.sock")) == "/run/redis.sock"
+    assert address_of(connect("redis+sentinel://u:secret@a,[::1]:7/s")) == "s (sentinels a:26379, [::1]:7)"
+    assert address_of(connect("rediss+cluster://u:secret@a,b:7")) == "cluster a:6379, b:7"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,15 @@ def test_the_address_names_no_credentials() -> None:
         (exceptions.ResponseError("MISCONF disk"), "cannot save its data"),
         (exceptions.NoScriptError("NOSCRIPT none"), "keeps losing its scripts"),
         (exceptions.ClusterDownError("CLUSTERDOWN"), "belongs to a cluster that is down"),
+        (exceptions.MasterDownError("MASTERDOWN"), "has lost its primary"),
+        (exceptions.MovedError("9 b:1"), "does not hold this queue"),
+        (exceptions.AskError("9 b:1"), "is handing this queue over"),
+        (exceptions.TryAgainError("TRYAGAIN"), "is handing this queue over"),
+        (exceptions.ResponseError("NOREPLICAS"), "has too few replicas"),
+        (exceptions.ResponseError("UNBLOCKED force"), "has become a replica"),
+        (exceptions.ResponseError("ACL failure in script: User u"), "does not permit"),
+        (exceptions.ResponseError("The user executing the script can't run this"), "does not permit"),
+        (PrimaryUnknown("a:1: refused"), "has no primary that could be found: a:1: refused"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
@@ -69,6 +82,30 @@ def test_a_fault_of_our_own_is_not_called_unavailable() -> None:
 
     assert unavailable(exceptions.ResponseError("ERR unknown command"), client) is None
     assert unavailable(exceptions.ResponseError(""), client) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "made_anew"),
+    [
+        (exceptions.ReadOnlyError("READONLY"), True),
+        (exceptions.MovedError("9 b:1"), True),
+        (exceptions.TimeoutError("slow"), True),
+        (exceptions.ResponseError("NOREPLICAS few"), True),
+        (exceptions.ResponseError("UNBLOCKED force"), True),
+        (exceptions.ResponseError("MISCONF disk"), False),
+        (exceptions.OutOfMemoryError("OOM"), False),
+        (exceptions.ResponseError("ERR"), False),
+    ],
+    ids=lambda value: str(value).split()[0],
+)
+async def test_no_connection_outlives_what_may_have_been_a_failover(
+    valkey: Server, error: exceptions.RedisError, made_anew: bool
+) -> None:
+    async with connect(valkey.url) as redis, blocking_twin(redis) as twin:
+        before = [await one.client_id() for one in (redis, twin)]
+        with pytest.raises((QueueUnavailable, exceptions.ResponseError)), refusals_explained(redis, twin):
+            raise error
+        assert ([await one.client_id() for one in (redis, twin)] != before) is made_anew
 
 
 Send = Callable[[AbstractConnection, Iterable[bytes]], Awaitable[None]]
@@ -146,7 +183,13 @@ async def test_a_time_limit_on_a_command_is_kept_at_every_moment(monkeypatch: py
         await client.aclose()
 
 
-@pytest.mark.parametrize("url", ["redis://a", "rediss://a", "unix:///a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://a", "rediss://a", "unix:///a", "redis+sentinel://a/s", "rediss+sentinel://a/s"),
+        *("redis+cluster://a", "rediss+cluster://a"),
+    ],
+)
 async def test_every_kind_of_connection_hears_cancellations(url: str) -> None:
     """The twin for blocking reads is made of the same kind."""
     client = connect(url)

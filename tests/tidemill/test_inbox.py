@@ -10,6 +10,7 @@ from tests.tidemill.scripted_source import ScriptedSource, make_inbox
 from tidemill.errors import ErrorCode, InvalidJob, JobUnknown, QueueUnavailable
 from tidemill.inbox import Answer, Inbox, Watch
 from tidemill.jobs import JobId
+from tidemill.patience import Patience
 
 
 def waiting(inbox: Inbox, job_id: str) -> asyncio.Future[Answer]:
@@ -183,7 +184,7 @@ async def test_closing_tells_those_who_wait() -> None:
 @pytest.mark.parametrize("after", range(8))
 async def test_closing_ends_the_task_whatever_it_is_doing(before: int, after: int) -> None:
     """A cancellation that meets another event in the same turn of the loop must not be swallowed."""
-    inbox = Inbox(ScriptedSource(), patience=5, poll=0.002)
+    inbox = Inbox(ScriptedSource(), patience=Patience(5), poll=0.002)
     watch = inbox.watch(JobId("a"), lambda *_: None)
     for _ in range(before):
         await asyncio.sleep(0)

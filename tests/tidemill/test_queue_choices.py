@@ -180,6 +180,9 @@ async def test_a_renewal_of_much_text_is_sent_in_parts(queue: Queue, monkeypatch
     assert [job.checkpoint for job in await queue.claim(WORKER, 6)] == [(wide,)] * 6
 
 
-def test_five_hundred_renewals_are_sent_in_one() -> None:
-    assert len(wire.renewal_calls(WORKER, [Renewal(A, 1, make_deltas(1))] * 500)) == 1
-    assert len(wire.renewal_calls(WORKER, [Renewal(A, 1)] * 501)) == 2
+def test_many_renewals_are_sent_in_parts_that_hold_nobody_up() -> None:
+    per_call = wire.RENEWALS_PER_CALL
+    assert len(wire.renewal_calls(WORKER, [Renewal(A, 1, make_deltas(1))] * per_call)) == 1
+    assert len(wire.renewal_calls(WORKER, [Renewal(A, 1)] * (5 * per_call))) == 5
+    assert len(wire.renewal_calls(WORKER, [Renewal(A, 1)] * (5 * per_call + 1))) == 6
+    assert wire.renewal_calls(WORKER, []) == []

@@ -20,7 +20,7 @@ from tests.tidemill.factories import (
 from tests.tidemill.servers import Server, running, valkey_binary
 from tests.tidemill.simulated_workers import SimulatedWorkers, make_jobs
 from tidemill.connection import connect
-from tidemill.jobs import Usage
+from tidemill.jobs import JobId, Usage
 from tidemill.queue import Queue
 
 FEW, MANY = 20, 1000
@@ -136,6 +136,28 @@ async def test_an_older_worker_is_not_slowed_down_by_what_waits_for_newer_ones(
         del found[-1]["depth"]
 
     assert found[0] == found[1]
+
+
+async def test_a_waiting_job_is_kept_small(redis: Redis, queue_name: str) -> None:
+    """What is at its default takes no memory of the million that may wait."""
+    queue = Queue(redis, queue_name, make_settings())
+    await submit(queue, make_job("a"))
+
+    fields = {field.decode() for field in await redis.hkeys(queue.keys.job(JobId("a")))}
+
+    assert fields == {
+        "state", "payload", "digest", "version", "priority", "tenant", "seed", "replies", "submitted",
+        "entry",
+    }  # fmt: skip
+
+
+async def test_asking_for_cancellations_costs_the_same_for_many_jobs(redis: Redis, queue_name: str) -> None:
+    queue = Queue(redis, queue_name, make_settings())
+    await submit(queue, *(make_job(f"j{i}") for i in range(FEW)))
+    await queue.claim(WORKER, FEW)
+    await queue.renew(WORKER, [])  # is loaded once
+
+    assert await commands(redis, queue.renew(WORKER, [])) == 3  # the script, its clock, the set
 
 
 async def test_jobs_submitted_together_share_the_cost_of_a_script(redis: Redis, queue_name: str) -> None:

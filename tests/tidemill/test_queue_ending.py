@@ -14,7 +14,6 @@ from tests.tidemill.factories import (
     WORKER,
     lapse,
     make_deltas,
-    make_due,
     make_job,
     make_late,
     make_result,
@@ -25,9 +24,9 @@ from tests.tidemill.factories import (
     submit,
     submit_and_claim,
 )
-from tidemill.errors import ErrorCode, InvalidJob, QueueFull
-from tidemill.jobs import Job, JobId, Priority, Status
-from tidemill.moves import CancelOutcome, Claimed, FinishOutcome, JobState
+from tidemill.errors import ErrorCode
+from tidemill.jobs import JobId, Status
+from tidemill.moves import CancelOutcome, Claimed, FinishOutcome
 from tidemill.queue import Queue
 
 A = JobId("a")
@@ -213,28 +212,6 @@ async def test_release_deadline_and_renewal_among_them_give_one_result_too(
         assert not story.winners or answer == story.winners[0] or "cancelled" in story.winners, order
 
 
-async def bury(queue: Queue, redis: Redis, **fields: object) -> None:
-    await submit_and_claim(queue, **fields)
-    await reclaim_after_lapse(redis, queue, "a")
-    await reclaim_after_lapse(redis, queue, "a")
-    await make_due(redis, queue, "a")
-    await queue.claim(WORKER, 1)
-    assert await reclaim_after_lapse(redis, queue, "a") == []
-
-
-async def test_a_dead_letter_keeps_the_job_and_how_it_died(queue: Queue, redis: Redis) -> None:
-    job = make_job("a", prompt="poison")
-    await bury(queue, redis, prompt="poison")
-
-    (letter,) = await queue.dead_letters()
-
-    assert Job.from_wire(letter.payload) == job
-    assert (letter.job_id, letter.failures, letter.worker) == (A, 3, WORKER)
-    view = await queue.status(A)
-    assert view is not None
-    assert (view.state, view.status) == (JobState.DONE, Status.FAILED)
-
-
 async def test_what_a_buried_job_generated_is_in_its_result(queue: Queue, redis: Redis) -> None:
     queue = sibling(queue, redis, max_attempts=1)
     claimed = await submit_and_claim(queue)
@@ -244,36 +221,6 @@ async def test_what_a_buried_job_generated_is_in_its_result(queue: Queue, redis:
 
     result = await only_result(queue, "a")
     assert (result.status, result.token_ids) == (Status.FAILED, (0, 1))
-
-
-async def test_a_dead_letter_can_be_requeued_under_a_new_id_once(queue: Queue, redis: Redis) -> None:
-    await bury(queue, redis, metadata={"k": "v"}, priority="low", tenant="t")
-    (letter,) = await queue.dead_letters()
-
-    new_id = await queue.requeue(letter, reply_to="again")
-    assert await queue.requeue(letter, reply_to="again") == new_id
-
-    (claimed,) = await queue.claim(WORKER, 5)
-    job = Job.from_wire(claimed.payload)
-    assert claimed.job_id == job.id == new_id != A
-    assert job.metadata == {"k": "v", "requeued_from": "a"}
-    assert (job.priority, job.tenant, claimed.failures) == (Priority.LOW, "t", 0)
-    assert await queue.dead_letters() == []
-
-
-async def test_a_dead_letter_that_cannot_be_requeued_stays(queue: Queue, redis: Redis) -> None:
-    await bury(queue, redis)
-    (letter,) = await queue.dead_letters()
-    full = sibling(queue, redis, max_depth=1)
-    await submit(queue, make_job("b"))
-
-    with pytest.raises(QueueFull):
-        await full.requeue(letter, reply_to=REPLY)
-    await redis.xadd(queue.keys.dead, {"id": "x", "payload": "garbage", "failures": 1})
-    garbage = (await queue.dead_letters())[-1]
-    with pytest.raises(InvalidJob):
-        await queue.requeue(garbage, reply_to=REPLY)
-    assert len(await queue.dead_letters()) == 2
 
 
 async def test_a_resumed_job_continues_the_checkpoint_of_every_attempt(queue: Queue, redis: Redis) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
@@ -21,13 +22,22 @@ from hypothesis.stateful import (
 )
 
 from tests.tidemill.account_book import WEIGHTS, AccountBook
+from tests.tidemill.attempt_book import Attempts, Reader
 from tests.tidemill.audit import Audit
-from tests.tidemill.factories import make_deltas, make_job, make_result, make_settings, text_of, timeless
+from tests.tidemill.factories import (
+    make_deltas,
+    make_job,
+    make_report,
+    make_result,
+    make_settings,
+    text_of,
+    timeless,
+)
 from tests.tidemill.servers import Server
 from tidemill.connection import connect
 from tidemill.errors import JobConflict
-from tidemill.jobs import Delta, JobId, Usage
-from tidemill.moves import CancelOutcome, Claimed, FinishOutcome, JobState, Renewal, Submitted
+from tidemill.jobs import JobId, Usage
+from tidemill.moves import CancelOutcome, Claimed, FinishOutcome, JobState, Renewal, RenewOutcome, Submitted
 from tidemill.queue import Queue
 from tidemill.scripts import Move
 
@@ -35,14 +45,17 @@ IDS = st.sampled_from([JobId(name) for name in "abcdef"])
 WORKERS = st.sampled_from(["w1", "w2", "w3"])
 NAMES = st.sampled_from(["r1", "r2"])
 PRIORITIES = st.sampled_from(["high", "normal", "low"])
+DEADLINES = st.sampled_from([None, 1000])
 TENANTS = st.sampled_from(["t1", "t2"])
+BUILDS = st.sampled_from(["build-1", "build-2"])
 PROMPT = 5
 PROMPTS = st.sampled_from([0, PROMPT])
 """Reported by a holder that does not know the prompt yet, and by one that does."""
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Knows who should hold which job, what it has checkpointed and cost, and how often it was answered."""
+    """Knows who should hold which job, what it has checkpointed and cost, how often it has failed and was
+    answered, and who should have heard of what."""
 
     server: Server
 
@@ -50,7 +63,8 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.redis = connect(self.server.url)
-        self.queue = Queue(self.redis, f"machine-{uuid.uuid4().hex[:12]}", make_settings(lease=600.0))
+        patient = make_settings(lease=600.0, worker_ttl=600.0)
+        self.queue = Queue(self.redis, f"machine-{uuid.uuid4().hex[:12]}", patient)
         # Reclaims ask how old the server is against their own lease; what they take is renewed at once.
         self.impatient = Queue(self.redis, self.queue.name, make_settings(lease=2.0))
         self.sync = self.server.client()
@@ -58,7 +72,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.names: dict[JobId, set[str]] = {}
         self.holders: dict[JobId, tuple[str, Claimed]] = {}
         self.past: list[tuple[str, Claimed]] = []
-        self.tokens: Counter[JobId] = Counter()
+        self.attempts = defaultdict[JobId, Attempts](lambda: Attempts(patient.max_attempts))
+        self.readers: dict[JobId, Reader] = {}
+        self.asked: defaultdict[str, set[JobId]] = defaultdict(set)
+        self.reported: set[str] = set()
         self.accounts = AccountBook(self.sync, self.queue)
         self.do(self.queue.set_weight("t2", WEIGHTS["t2"]))
 
@@ -66,12 +83,18 @@ class QueueMachine(RuleBasedStateMachine):
         return self.runner.run(move)
 
     def state(self, job_id: JobId) -> JobState | None:
-        view = self.do(self.queue.status(job_id))
-        return view.state if view else None
+        found = self.sync.hget(self.queue.keys.job(job_id), "state")
+        return JobState(found.decode()) if found else None
 
     # clients
 
-    @rule(job_id=IDS, name=NAMES, priority=PRIORITIES, tenant=TENANTS, deadline=st.sampled_from([None, 1000]))
+    @initialize(data=st.data())
+    def submit_all(self, data: st.DataObject) -> None:
+        """Else most runs would be about moves that find nothing to do."""
+        for job_id in data.draw(st.lists(IDS, unique=True, min_size=3)):
+            self.submit(job_id, *(data.draw(kind) for kind in (NAMES, PRIORITIES, TENANTS, DEADLINES)))
+
+    @rule(job_id=IDS, name=NAMES, priority=PRIORITIES, tenant=TENANTS, deadline=DEADLINES)
     def submit(self, job_id: JobId, name: str, priority: str, tenant: str, deadline: float | None) -> None:
         job = make_job(job_id, priority=priority, tenant=tenant, deadline=deadline, stream=priority == "high")
         before = self.state(job_id)
@@ -80,6 +103,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert outcome is expected
         if outcome is Submitted.CREATED:
             self.accounts.open(job_id, priority, tenant)
+            if job.stream:
+                self.readers[job_id] = Reader()
         self.submitted.add(job_id)
         self.names.setdefault(job_id, set()).add(name)
 
@@ -99,54 +124,78 @@ class QueueMachine(RuleBasedStateMachine):
             assert outcome in (CancelOutcome.FINISHED, CancelOutcome.CANCELLED)
         elif before is not JobState.RUNNING:
             assert outcome is CancelOutcome.CANCELLED
+        if outcome is CancelOutcome.REQUESTED:
+            self.asked[self.holders[job_id][0]].add(job_id)
         if outcome is CancelOutcome.CANCELLED:
             self.drop(job_id)
 
     # workers
 
-    @rule(worker=WORKERS, room=st.integers(1, 4))
-    def claim(self, worker: str, room: int) -> None:
-        claimed = self.do(self.queue.claim(worker, room))
+    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS)
+    def claim(self, worker: str, room: int, build: str) -> None:
+        claimed = self.do(self.queue.claim(worker, room, fingerprint=build))
         assert len(claimed) <= room
         for job in claimed:
             assert job.job_id not in self.holders
-        self.take(worker, claimed)
+        self.take(worker, claimed, build)
 
-    @rule(worker=WORKERS, room=st.integers(1, 4))
-    def claim_after_a_lost_reply(self, worker: str, room: int) -> None:
-        lost = self.do(self.queue.claim(worker, room))
+    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS)
+    def claim_after_a_lost_reply(self, worker: str, room: int, build: str) -> None:
+        lost = self.do(self.queue.claim(worker, room, fingerprint=build))
         self.queue._answered[Move.CLAIM, worker] -= 1
-        found = self.do(self.queue.claim(worker, room))
+        found = self.do(self.queue.claim(worker, room, fingerprint=build))
         assert timeless(found) == timeless(lost)
-        self.take(worker, found)
+        self.take(worker, found, build)
 
-    @rule(worker=WORKERS, room=st.integers(1, 4))
-    def reclaim(self, worker: str, room: int) -> None:
-        claimed = self.do(self.impatient.reclaim(worker, room))
-        for job in claimed:
-            assert job.attempt == self.holders[job.job_id][1].attempt + 1
-        self.take(worker, claimed)
-        for job_id in list(self.holders):
-            if self.state(job_id) is not JobState.RUNNING:
+    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS)
+    def reclaim(self, worker: str, room: int, build: str) -> None:
+        claimed = self.do(self.impatient.reclaim(worker, room, fingerprint=build))
+        taken = {job.job_id: job for job in claimed}
+        for job_id, (_, before) in list(self.holders.items()):
+            if job_id in taken:
+                assert taken[job_id].attempt == before.attempt + 1
+            if job_id in taken or self.state(job_id) is not JobState.RUNNING:
+                if self.sync.hget(self.queue.keys.job(job_id), "status") != b"cancelled":
+                    self.attempts[job_id].lapse(build)
                 self.drop(job_id)
-        outcome = self.do(self.queue.renew(worker, [Renewal(job.job_id, job.attempt) for job in claimed]))
-        assert not outcome.lost
+        self.take(worker, claimed, build)
+        assert not self.renewed(worker, [Renewal(job.job_id, job.attempt) for job in claimed]).lost
 
-    def take(self, worker: str, claimed: list[Claimed]) -> None:
+    def take(self, worker: str, claimed: list[Claimed], build: str) -> None:
         for job in claimed:
-            assert self.text(job.checkpoint) == text_of(0, self.tokens[job.job_id])
-            self.drop(job.job_id)
+            self.attempts[job.job_id].hand_over(job, build)
             self.holders[job.job_id] = (worker, job)
+        assert not any(job.alone for job in claimed[:-1])
 
-    def text(self, deltas: tuple[Delta, ...]) -> str:
-        return "".join(delta.text for delta in deltas)
+    def renewed(self, worker: str, renewals: list[Renewal]) -> RenewOutcome:
+        """Renew, and hear of each cancellation that was not heard of yet."""
+        held = {job_id for job_id, (holder, _) in self.holders.items() if holder == worker}
+        outcome: RenewOutcome = self.do(self.queue.renew(worker, renewals))
+        assert self.asked.pop(worker, set()) & held <= outcome.cancelled <= held
+        return outcome
+
+    @rule(worker=WORKERS)
+    def ask_for_cancellations(self, worker: str) -> None:
+        self.renewed(worker, [])
+        assert self.renewed(worker, []) == RenewOutcome()
+
+    @precondition(lambda self: self.holders or self.past)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def begin(self, data: st.DataObject, times: int) -> None:
+        worker, job = data.draw(st.sampled_from(self.holdings()))
+        held = self.holds(worker, job)
+        for _ in range(times):
+            assert self.do(self.queue.begin(worker, job.job_id, job.attempt)) is held
+        if held:
+            self.attempts[job.job_id].begin()
 
     def drop(self, job_id: JobId) -> None:
         if job_id in self.holders:
             self.past.append(self.holders.pop(job_id))
 
     def holdings(self) -> list[tuple[str, Claimed]]:
-        return [*self.holders.values(), *self.past]
+        """Whoever may try to do something with a job, rightly or wrongly."""
+        return [*self.holders.values(), *self.past[-2:]]
 
     def holds(self, worker: str, job: Claimed) -> bool:
         return self.holders.get(job.job_id) == (worker, job)
@@ -157,25 +206,30 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def renew(self, data: st.DataObject, sizes: list[int], times: int, prompt: int) -> None:
         worker, job = data.draw(st.sampled_from(self.holdings()))
-        start = self.tokens[job.job_id]
+        self.report_progress(worker, job, sizes, prompt, times)
+
+    def report_progress(
+        self, worker: str, job: Claimed, sizes: list[int], prompt: int, times: int = 1
+    ) -> None:
+        start = self.attempts[job.job_id].tokens
         renewal = Renewal(job.job_id, job.attempt, make_deltas(*sizes, start=start), prompt)
         held = self.holds(worker, job)
         for _ in range(times):
-            outcome = self.do(self.queue.renew(worker, [renewal]))
+            outcome = self.renewed(worker, [renewal])
             assert (job.job_id in outcome.lost) is not held
         if held:
             self.checkpointed(job.job_id, sum(sizes), prompt)
 
     def checkpointed(self, job_id: JobId, size: int, prompt: int) -> None:
-        self.tokens[job_id] += size
-        if self.tokens[job_id]:
-            self.accounts.serve(job_id, prompt + 2 * self.tokens[job_id])
+        self.attempts[job_id].tokens += size
+        if tokens := self.attempts[job_id].tokens:
+            self.accounts.serve(job_id, prompt + 2 * tokens)
 
     @precondition(lambda self: self.holders or self.past)
     @rule(data=st.data(), times=st.integers(1, 2), size=st.integers(0, 3))
     def finish(self, data: st.DataObject, times: int, size: int) -> None:
         worker, job = data.draw(st.sampled_from(self.holdings()))
-        usage = Usage(prompt_tokens=PROMPT, completion_tokens=self.tokens[job.job_id] + size)
+        usage = Usage(prompt_tokens=PROMPT, completion_tokens=self.attempts[job.job_id].tokens + size)
         result = make_result(job.job_id, f"by {worker} at {job.attempt}", usage=usage)
         held = self.holds(worker, job)
         outcome = self.do(self.queue.finish(worker, job.attempt, result))
@@ -195,7 +249,7 @@ class QueueMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, size: int, prompt: int) -> None:
         worker, job = data.draw(st.sampled_from(self.holdings()))
         sizes = [size] if size else []
-        deltas = make_deltas(*sizes, start=self.tokens[job.job_id])
+        deltas = make_deltas(*sizes, start=self.attempts[job.job_id].tokens)
         renewal = Renewal(job.job_id, job.attempt, deltas, prompt)
         held = self.holds(worker, job)
         lost = self.do(self.queue.release(worker, [renewal]))
@@ -208,6 +262,13 @@ class QueueMachine(RuleBasedStateMachine):
     def remove_consumer(self, worker: str) -> None:
         holding = any(holder == worker for holder, _ in self.holders.values())
         assert self.do(self.queue.remove_consumer(worker)) is not holding
+        if not holding:
+            self.reported.discard(worker)
+
+    @rule(worker=WORKERS)
+    def heartbeat(self, worker: str) -> None:
+        self.do(self.queue.report(make_report(worker)))
+        self.reported.add(worker)
 
     # time and misfortune
 
@@ -215,9 +276,28 @@ class QueueMachine(RuleBasedStateMachine):
     def lapse(self, job_id: JobId) -> None:
         self.sync.zadd(self.queue.keys.leases, {job_id: 1}, xx=True)
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), size=st.integers(0, 2), heir=WORKERS, build=BUILDS)
+    def die(self, data: st.DataObject, size: int, heir: str, build: str) -> None:
+        """A worker is gone with all it held, with or without any progress, and another one finds that."""
+        worker, _ = data.draw(st.sampled_from(list(self.holders.values())))
+        for job in [job for holder, job in self.holders.values() if holder == worker]:
+            if size:
+                self.report_progress(worker, job, [size], 0)
+            self.lapse(job.job_id)
+        self.reclaim(heir, 4, build)
+
     @rule(job_id=IDS)
-    def backoff_ends(self, job_id: JobId) -> None:
-        self.sync.zadd(self.queue.keys.delayed, {job_id: 1}, xx=True)
+    def fail_often(self, job_id: JobId) -> None:
+        """A job has brought down as many workers as it may, less one."""
+        if self.state(job_id) not in (None, JobState.DONE):
+            failures = self.attempts[job_id].failures = self.queue.settings.max_attempts - 1
+            self.sync.hset(self.queue.keys.job(job_id), "failures", str(failures))
+
+    @rule()
+    def backoff_ends(self) -> None:
+        for job_id in self.submitted:
+            self.sync.zadd(self.queue.keys.delayed, {job_id: 1}, xx=True)
 
     @rule(job_id=IDS)
     def deadline_passes(self, job_id: JobId) -> None:
@@ -237,12 +317,32 @@ class QueueMachine(RuleBasedStateMachine):
         assert Audit(self.sync, self.queue.keys.prefix).run() == []
 
     @invariant()
+    def the_dead_are_those_that_failed_too_often(self) -> None:
+        buried = Counter(fields[b"id"].decode() for _, fields in self.sync.xrange(self.queue.keys.dead))
+        assert buried == Counter(job for job, attempts in self.attempts.items() if attempts.are_used_up)
+
+    @invariant()
     def every_charge_is_exact(self) -> None:
         self.accounts.check()
 
     @invariant()
+    def readers_have_the_present_generation(self) -> None:
+        """Whatever was void is forgotten as soon as there is anything that is not."""
+        for job_id, reader in self.readers.items():
+            if self.state(job_id) is JobState.DONE:
+                continue
+            while reader.take(self.do(self.queue.deltas(job_id, reader.cursor, count=1))):
+                pass
+            if tokens := self.attempts[job_id].tokens:
+                assert reader.text == text_of(0, tokens)
+
+    @invariant()
+    def who_reported_is_listed(self) -> None:
+        assert [view.report.name for view in self.do(self.queue.workers())] == sorted(self.reported)
+
+    @invariant()
     def depth_is_exact(self) -> None:
-        states = Counter(self.state(job_id) for job_id in self.submitted)
+        states = Counter(map(self.state, self.submitted))
         depth = self.do(self.queue.depth())
         assert depth.total + depth.running == sum(states.values()) - states[JobState.DONE]
         assert depth.delayed == states[JobState.DELAYED]
@@ -250,20 +350,16 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def one_result_each(self) -> None:
+        done = {job_id for job_id in self.submitted if self.state(job_id) is JobState.DONE}
         for name in ("r1", "r2", "thief", "default"):
             found = Counter(result.id for _, result in self.do(self.queue.results(name, count=1000)))
-            done = {
-                job_id
-                for job_id in self.submitted
-                if name in self.names[job_id] and self.state(job_id) is JobState.DONE
-            }
-            assert found == Counter(done)
+            assert found == Counter(job_id for job_id in done if name in self.names[job_id])
 
     def teardown(self) -> None:
         for _ in range(6):
             for job_id in self.submitted:
                 self.lapse(job_id)
-                self.backoff_ends(job_id)
+            self.backoff_ends()
             for job in self.do(self.impatient.reclaim("last", 10)) + self.do(self.queue.claim("last", 10)):
                 self.do(self.queue.finish("last", job.attempt, make_result(job.job_id)))
         assert {self.state(job_id) for job_id in self.submitted} <= {JobState.DONE}
@@ -291,7 +387,7 @@ def test_any_sequence_of_moves_keeps_every_promise(valkey: Server) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=40,
+                max_examples=60,
                 stateful_step_count=40,
                 deadline=None,
                 derandomize=True,

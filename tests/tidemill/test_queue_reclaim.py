@@ -93,6 +93,7 @@ async def test_fruitless_attempts_are_retried_then_delayed_then_buried(queue: Qu
 
     await make_due(redis, queue, "a")
     (third,) = await queue.claim(WORKER, 5)
+    assert await queue.begin(WORKER, third.job_id, third.attempt)
     assert await reclaim_after_lapse(redis, queue, "a") == []
 
     assert [job.attempt for job in (first, second, third)] == [1, 2, 3]

@@ -22,7 +22,8 @@ from tests.tidemill.factories import (
 from tidemill.errors import InvalidJob, JobConflict, QueueFull
 from tidemill.jobs import Job, JobId, Priority
 from tidemill.moves import JobState, Submitted
-from tidemill.queue import SUBMISSIONS_PER_SCRIPT, Queue
+from tidemill.queue import Queue
+from tidemill.wire import SUBMISSIONS_PER_SCRIPT
 
 
 async def test_an_unknown_id_is_created_and_waits(queue: Queue) -> None:

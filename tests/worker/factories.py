@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
+from tests.worker.reports import make_card, make_report
 from tests.worker.scripted import Ranked, ranked
-from tidemill.card import ModelCard
 from tidemill.client import Client
 from tidemill.connection import connect
 from tidemill.errors import InvalidJob
@@ -223,6 +223,7 @@ class FakeEngine:
     seen: list[str] = field(default_factory=list)
     _running: dict[str, list[Ramp]] = field(default_factory=dict)
     checks: int = 0
+    most_at_once: int = 0
     _generated: int = 0
     _steps: int = 0
     _allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -246,6 +247,7 @@ class FakeEngine:
             raise AssertionError(f"{request.id} was added twice")
         self.seen.append(request.id)
         self._running[request.id] = [Ramp(request, choice) for choice in request.choices]
+        self.most_at_once = max(self.most_at_once, len(self._running))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -305,11 +307,13 @@ class Place:
         return Client(self.url, queue=self.queue)
 
 
-def opener(place: Place, *, lease: float = 30.0) -> OpenQueue:
+def opener(place: Place, *, lease: float = 30.0, max_attempts: int = 3) -> OpenQueue:
+    settings = QueueSettings(lease=lease, max_attempts=max_attempts, backoff=0.05)
+
     @asynccontextmanager
     async def open_queue() -> AsyncIterator[Queue]:
         redis = connect(place.url, max_connections=12)
-        opened = Queue(redis, place.queue, QueueSettings(lease=lease, backoff=0.05))
+        opened = Queue(redis, place.queue, settings)
         try:
             yield opened
         finally:
@@ -353,13 +357,14 @@ async def running_worker(
     renewal: float = 0.1,
     grace_period: float = 10.0,
     limits: ModelLimits | None = None,
+    fingerprint: str = "f1",
+    max_attempts: int = 3,
 ) -> AsyncIterator[RunningWorker]:
     engine = engine or FakeEngine()
     limits = limits or make_limits()
     metrics = Metrics(MODEL)
     service = Service(
         ServiceConfig(
-            worker=name,
             capacity=capacity,
             claim_ahead=claim_ahead,
             lease=lease,
@@ -369,13 +374,13 @@ async def running_worker(
         ),
         engine=engine,
         admission=make_admission(limits=limits, worker=name),
-        card=ModelCard(
-            model=MODEL, max_model_len=limits.max_model_len, max_total_tokens=limits.max_total_tokens
-        ),
-        open_queue=opener(place, lease=lease),
+        card=make_card(limits),
+        report=make_report(name=name, queue=place.queue, fingerprint=fingerprint, capacity=capacity),
+        open_queue=opener(place, lease=lease, max_attempts=max_attempts),
         observer=metrics,
     )
     metrics.watch(lambda: service.engine.stats, has_swap_space=False)
+    metrics.watch_service(service.stats)
     worker = RunningWorker(service, metrics, asyncio.create_task(service.run()))
     try:
         yield worker

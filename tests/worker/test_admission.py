@@ -13,7 +13,6 @@ from tests.worker.factories import (
     make_delta,
     make_job,
     make_limits,
-    make_output,
     make_tokenizer,
     token_text,
 )
@@ -209,7 +208,7 @@ def test_a_resumed_job_replays_its_checkpoint() -> None:
     ("params", "tokens", "expected"),
     [
         ({"max_tokens": 3}, ["A", "B", "C"], ("ABC", FinishReason.LENGTH, None)),
-        ({"stop": ["BC"]}, ["A", "B", "C", "D"], ("A", FinishReason.STOP, "BC")),
+        ({"stop": ["BC"]}, ["A", "B", "C"], ("A", FinishReason.STOP, "BC")),
         ({}, ["A", "<eos>"], ("A", FinishReason.STOP, None)),
         ({"stop_token_ids": [word("B")]}, ["A", "B"], ("A", FinishReason.STOP, word("B"))),
     ],
@@ -257,37 +256,25 @@ def test_each_choice_goes_on_from_its_own_checkpoint() -> None:
     assert [choice.text for choice in held.choices] == ["AB", "B", ""]
 
 
-def test_what_a_checkpoint_says_of_an_ending_holds() -> None:
-    """Readers were told of it, though this worker, of another build, would have gone on."""
-    admission = make_admission()
-    ended = {"finish_reason": FinishReason.STOP, "stop_reason": "x"}
-    deltas = (Delta(index=0, token_ids=(word("A"),), text="A", **ended),)
-    claim = make_claim(make_job(params={"n": 2, "temperature": 1.0}), checkpoint=deltas)
-    held = admission.hold(claim)
-    request = admission.prepare(claim, held)
-    assert isinstance(request, Request)
-    assert [choice.index for choice in request.choices] == [1]
-    assert held.choice(0).ending == Ending(FinishReason.STOP, "x")
-
-
 def test_a_generation_that_was_cut_short_goes_on() -> None:
     deltas = (Delta(index=0, token_ids=(word("A"),), text="A", finish_reason=FinishReason.ERROR),)
     assert isinstance(prepare(make_claim(make_job(), checkpoint=deltas)), Request)
 
 
-def test_new_tokens_follow_on_all_that_is_stored() -> None:
-    """Given a generation of which more is stored than up to what this worker takes for its end, then
-    the queue does not take the next tokens of the others for a repeat."""
+def test_a_checkpoint_beyond_its_end_is_told() -> None:
+    """It is of this worker's build, or the queue would have dropped it: somebody has written to it."""
+    deltas = (make_delta(0, word("A"), word("<eos>"), word("B"), text="AB"),)
+    result = prepare(make_claim(make_job(), checkpoint=deltas))
+    assert isinstance(result, Result)
+    assert result.error is not None
+    assert result.error.code is ErrorCode.UNDECODABLE
+    assert result.error.message == "checkpoint: 3 tokens of a generation that ends after 2"
+
+
+def test_a_suspect_is_held_aside() -> None:
     admission = make_admission()
-    a, b, eos = word("A"), word("B"), word("<eos>")
-    deltas = (make_delta(0, a, eos, b, text="AB"),)
-    claim = make_claim(make_job(params={"n": 2, "temperature": 1.0}), checkpoint=deltas)
-    held = admission.hold(claim)
-    request = admission.prepare(claim, held)
-    assert isinstance(request, Request)
-    held.take_in(make_output(held.request_id, b, text="B", choice=1))
-    assert held.choice(0).token_ids == [a, eos]
-    assert held.checkpoint() == (make_delta(3, b, text="B", choice=1),)
+    assert admission.hold(make_claim(alone=True)).aside
+    assert not admission.hold(make_claim()).aside
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.worker.factories import FakeEngine, Place, make_limits, make_stats, make_tokenizer, opener
+from tests.worker.factories import FakeEngine, Place, make_limits, make_tokenizer, opener
 from tests.worker.model.factories import make_tiny_llama
 from tests.worker.sizes import make_sizing
 from tidemill.errors import ConfigurationError
 from tidemill_scheduler import RestoreCosts
 from tidemill_worker.app import (
-    HealthProbe,
     ServedModel,
     _told,
     build_model,
@@ -21,7 +19,6 @@ from tidemill_worker.app import (
     rehearse,
 )
 from tidemill_worker.grammar import GrammarCompiler
-from tidemill_worker.held import HeldJobs
 from tidemill_worker.metrics import Metrics
 from tidemill_worker.settings import load_settings
 
@@ -51,21 +48,9 @@ def test_two_starts_are_two_workers(place: Place) -> None:
         dtype="float32",
     )
     services = [build_service(load_settings(), model, opener(place), Metrics("tiny")) for _ in range(2)]
-    names = {service._config.worker for service in services}
+    names = {service._name for service in services}
     assert len(names) == 2
     assert all(service._config.capacity == 5 + 8 for service in services)
-
-
-@pytest.mark.parametrize(
-    ("stuck", "ok", "engine"), [(0.0, True, "alive"), (119.0, True, "alive"), (121.0, False, "hangs")]
-)
-def test_a_worker_whose_work_does_not_move_is_not_healthy(stuck: float, ok: bool, engine: str) -> None:
-    """Not to be left running with health 200 (vllm#45414)."""
-    thread = SimpleNamespace(stuck_seconds=stuck, is_alive=True, stats=make_stats(num_waiting=5))
-    probe = HealthProbe()
-    probe.service = SimpleNamespace(engine=thread, held=HeldJobs())  # type: ignore[assignment]
-    health = probe()
-    assert (health.ok, health.details["engine"], health.details["waiting"]) == (ok, engine, 5)
 
 
 def test_a_rehearsal_leaves_the_engine_empty() -> None:

@@ -29,6 +29,7 @@ from tidemill_worker.settings import WorkerSettings, load_settings
 
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
+    """A command owns the logs of the process that it runs in."""
     yield
     structlog.reset_defaults()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from structlog.testing import capture_logs
@@ -35,6 +36,19 @@ class Listener:
                     return seen
 
 
+@dataclass
+class StuckEngine(FakeEngine):
+    """Its steps wait until they are told to go on."""
+
+    stepping: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def step(self) -> list[StepOutput]:
+        self.stepping.set()
+        self.go_on.wait()
+        return super().step()
+
+
 @pytest.fixture
 def listener() -> Listener:
     return Listener()
@@ -47,7 +61,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def thread(engine: FakeEngine, listener: Listener) -> Iterator[EngineThread]:
-    thread = EngineThread(engine, capacity=2, deliver=listener.deliver, on_failure=listener.failed.set)
+    thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
     thread.start()
     yield thread
     engine.free()
@@ -116,20 +130,62 @@ async def test_the_books_are_compared_when_there_is_nothing_to_do(
     await eventually(lambda: engine.checks == 1)
 
 
-def test_the_inbox_is_bounded_and_waits_for_the_engine(
-    thread: EngineThread, engine: FakeEngine, listener: Listener
-) -> None:
-    """More requests than it holds are taken one after the other, none is dropped."""
-    for number in range(20):
+async def test_nobody_waits_for_a_step(listener: Listener) -> None:
+    """Who renews leases and talks to Redis hands over and takes back at once; the backlog tells how much."""
+    engine = StuckEngine()
+    thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
+    thread.start()
+    thread.submit(make_request("0"))
+    await eventually(engine.stepping.is_set)
+    assert not thread.is_idle
+    for number in range(1, 20):
         thread.submit(make_request(str(number)))
+    thread.abort("1")
+    assert thread.backlog == 20
+    engine.go_on.set()
     listener.until_finished("19")
     assert engine.seen == [str(number) for number in range(20)]
+    await eventually(lambda: thread.is_idle)
+    thread.stop()
+
+
+async def test_a_thread_is_idle_only_when_the_step_with_the_last_request_is_over(listener: Listener) -> None:
+    """Though nobody waits for its answer any more."""
+    engine = StuckEngine()
+    thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
+    thread.start()
+    assert thread.is_idle
+    thread.submit(make_request("a"))
+    await eventually(engine.stepping.is_set)
+    thread.abort("a")
+    assert not thread.is_idle
+    engine.go_on.set()
+    await eventually(lambda: thread.is_idle)
+    assert engine.aborted == ["a"]
+    thread.stop()
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_stop(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill_worker.engine_thread.JOIN_TIMEOUT", 0.05)
+    engine = StuckEngine()
+    thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
+    thread.start()
+    thread.submit(make_request("a"))
+    assert engine.stepping.wait(10)
+    thread.stop()
+    assert (thread.is_alive, thread.has_died) == (True, False)
+    assert thread.stuck_seconds > 0.0
+    engine.go_on.set()
+    thread._thread.join(10)
+    assert (thread.is_alive, thread.has_died, thread.stuck_seconds) == (False, False, 0.0)
 
 
 def test_a_step_that_raises_ends_the_thread_and_says_so(listener: Listener) -> None:
     poison = make_tokenizer()._backend.token_to_id("Z")
     engine = FakeEngine(poison=poison)
-    thread = EngineThread(engine, capacity=2, deliver=listener.deliver, on_failure=listener.failed.set)
+    thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
     with capture_logs() as logs:
         thread.start()
         thread.submit(make_request("z", "Z"))

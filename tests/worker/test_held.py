@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.worker.factories import MARKS, make_delta, make_held, make_output, token_text
 from tests.worker.scripted import Ranked
-from tidemill.jobs import Delta, FinishReason, Logprob, TokenLogprobs
+from tidemill.jobs import Delta, FinishReason, JobId, Logprob, TokenLogprobs
 from tidemill_worker.engine import StepOutput
 from tidemill_worker.held import HeldJob, HeldJobs
 from tidemill_worker.request import Ending
@@ -54,7 +54,7 @@ def test_checkpoints_add_up_however_replies_are_lost(steps: list[tuple[list[tupl
             store(deltas)
             if fate == "confirm":
                 job.confirm(deltas)
-    store(job.checkpoint())
+    store(job.checkpoint(everything=True))
     for choice in job.choices:
         own = [delta for delta in stored if delta.choice == choice.index]
         assert [token for delta in own for token in delta.token_ids] == choice.token_ids
@@ -63,6 +63,28 @@ def test_checkpoints_add_up_however_replies_are_lost(steps: list[tuple[list[tupl
         said = on_wire(choice.logprobs, token_text)
         assert tuple(entry for delta in own for entry in delta.logprobs) == said
         assert [entry.token_id for entry in said] == choice.token_ids
+
+
+def test_however_long_redis_is_away_little_waits_for_it() -> None:
+    """Given a streamed job whose checkpoints find nobody, then what is new becomes one piece of each
+    generation, and the piece whose fate is unknown stays what it is."""
+    job = make_held(params={"n": 2}, stream=True)
+    held = holding(job)
+
+    def step(token: int) -> None:
+        held.record([make_output(job.request_id, token, choice=choice, text="x") for choice in (0, 1)])
+
+    step(0)
+    [first] = held.renewals(everything=False)
+    for token in range(1, 1000):
+        step(token)
+        assert held.renewals(everything=False) == [first]
+    last_word = held.live_renewals()
+    assert [len(renewal.deltas) for renewal in last_word] == [4]
+    held.confirm([first])
+    [rest] = held.renewals(everything=False)
+    assert (first.deltas + rest.deltas, len(rest.deltas)) == (last_word[0].deltas, 2)
+    assert [len(delta.token_ids) for delta in rest.deltas] == [999, 999]
 
 
 def test_a_resumed_job_sends_only_what_is_new() -> None:
@@ -170,6 +192,24 @@ def test_a_job_ends_once() -> None:
     late = make_output(job.request_id, 5, finish_reason=FinishReason.STOP, marks=MARKS)
     assert held.record([late]) == []
     assert (job.choice(0).token_ids, job.choice(0).ending) == ([], None)
+
+
+def test_a_job_aside_is_not_ended_by_a_cancellation_but_kept_from_running() -> None:
+    job, other = make_held(aside=True), make_held("other", aside=True)
+    held = holding(job, other)
+    assert held.cancel(job.request_id) is None
+    assert (job.cancelled, job.ended, held.num_aside) == (True, False, 2)
+    assert held.take_from_aside(job.request_id) is False
+    assert held.take_from_aside(other.request_id) is True
+    assert held.cancel(other.request_id) is other
+    assert (other.ended, held.num_aside) == (True, 1)
+
+
+def test_a_job_is_found_by_the_attempt_that_goes_on() -> None:
+    held = holding(make_held(), make_held("other", ended=True))
+    assert held.live_attempt(JobId("job")) == "job/1"
+    assert held.live_attempt(JobId("other")) is None
+    assert held.live_attempt(JobId("unknown")) is None
 
 
 def test_a_finished_job_cannot_be_cancelled() -> None:

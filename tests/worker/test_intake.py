@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,31 +11,41 @@ import pytest
 from tests.worker.factories import make_held, make_stats
 from tidemill_worker.engine import EngineStats
 from tidemill_worker.held import HeldJobs
-from tidemill_worker.intake import Intake
+from tidemill_worker.intake import MAX_WAITING_BYTES, Intake
 
 
 def make_intake(
-    stats: EngineStats, *, num_held: int, num_ended: int = 0, capacity: int = 72, claim_ahead: int = 8
+    stats: EngineStats | None = None,
+    *,
+    num_held: int = 0,
+    num_ended: int = 0,
+    result_bytes: int = 0,
+    backlog: int = 0,
+    capacity: int = 72,
+    claim_ahead: int = 8,
 ) -> Intake:
     """One that is asked about its room, and claims nothing."""
     held = HeldJobs()
     for number in range(num_held + num_ended):
-        held.hold(make_held(str(number), ended=number < num_ended))
+        ended = number < num_ended
+        held.hold(make_held(str(number), ended=ended, result_bytes=result_bytes if ended else 0))
+    stats = stats or make_stats()
     unused: Any = None
+    engine: Any = SimpleNamespace(stats=stats, backlog=backlog)
     return Intake(
         unused,
         unused,
         held,
         worker="w1",
+        fingerprint="f1",
         capacity=capacity,
         claim_ahead=claim_ahead,
-        stats=lambda: stats,
-        reclaim_interval=1.0,
-        submit=unused,
-        abort=unused,
-        answer=unused,
+        engine=engine,
         changed=asyncio.Event(),
+        reclaim_interval=1.0,
+        answer=unused,
         claimed=unused,
+        unreachable=unused,
     )
 
 
@@ -73,6 +84,19 @@ def test_without_looking_ahead_there_is_room_for_one_step(
     assert make_intake(make_stats(**stats), num_held=num_held, claim_ahead=0).room == room
 
 
-def test_nothing_is_claimed_while_results_pile_up() -> None:
-    assert make_intake(make_stats(), num_held=0, num_ended=71).room == 72
-    assert make_intake(make_stats(), num_held=0, num_ended=72).room == 0
+@pytest.mark.parametrize(
+    ("fits", "too_much"),
+    [
+        pytest.param({"num_ended": 71}, {"num_ended": 72}, id="results"),
+        pytest.param(
+            {"num_ended": 2, "result_bytes": MAX_WAITING_BYTES // 2 - 1},
+            {"num_ended": 2, "result_bytes": MAX_WAITING_BYTES // 2},
+            id="large results",
+        ),
+        pytest.param({"backlog": 71}, {"backlog": 72}, id="requests that the engine does not take in"),
+    ],
+)
+def test_nothing_is_claimed_while_something_piles_up(fits: dict[str, int], too_much: dict[str, int]) -> None:
+    going, paused = make_intake(**fits), make_intake(**too_much)
+    assert (going.room, going.is_paused) == (72, False)
+    assert (paused.room, paused.is_paused) == (0, True)

@@ -14,11 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from tests.worker.factories import make_held, make_output, make_stats
-from tidemill.errors import ConfigurationError
+from tidemill.errors import ConfigurationError, QueueUnavailable
 from tidemill.jobs import Choice, FinishReason, JobId, Result, Status
 from tidemill_worker.endpoint import Endpoint, Health, _Handler
 from tidemill_worker.generation import Marks
 from tidemill_worker.metrics import HISTOGRAMS, REASONS, TTFT_BUCKETS, Metrics
+from tidemill_worker.redis_failures import RedisFailure
+from tidemill_worker.service import ServiceStats
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 
@@ -41,6 +43,23 @@ def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
     return samples(metrics)[name, frozenset({**LABELS, **labels}.items())]
+
+
+def test_what_waits_in_the_service_is_exported() -> None:
+    metrics = Metrics("tiny")
+    stats = ServiceStats(intake_is_paused=True, num_unrecorded=3, unrecorded_bytes=1000)
+    metrics.watch_service(lambda: stats)
+    assert value(metrics, "tidemill_intake_paused") == 1
+    assert value(metrics, "tidemill_results_waiting") == 3
+    assert value(metrics, "tidemill_results_waiting_bytes") == 1000
+
+
+def test_failures_of_redis_are_counted_from_0_on() -> None:
+    metrics = Metrics("tiny")
+    metrics.unreachable(QueueUnavailable("Redis cannot save"))
+    counts = [value(metrics, "tidemill_redis_failures_total", reason=reason) for reason in RedisFailure]
+    assert (len(counts), sum(counts)) == (7, 1)
+    assert value(metrics, "tidemill_redis_failures_total", reason="other") == 1
 
 
 @pytest.mark.parametrize("prefix", ["tidemill_", "vllm:"])

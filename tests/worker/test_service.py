@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import pytest
 from structlog.testing import capture_logs
@@ -27,8 +25,8 @@ from tidemill.errors import ErrorCode
 from tidemill.jobs import FinishReason, Job, JobId, Result, Status
 from tidemill.keys import JobField, QueueKeys
 from tidemill.moves import CancelOutcome, JobState
-from tidemill_worker.app import HealthProbe
 from tidemill_worker.endpoint import Health
+from tidemill_worker.health import HealthProbe
 
 
 async def result_of(client: Client, job: Job | JobId) -> Result:
@@ -189,56 +187,6 @@ async def test_idle_workers_share_a_burst(place: Place, client: Client) -> None:
         assert all(engine.seen for engine in engines)
 
 
-async def test_a_drain_finishes_what_runs_and_leaves_what_waits(place: Place, client: Client) -> None:
-    jobs = [make_job(f"Mill {n}") for n in range(8)]
-    async for _ in client.submit_many(jobs):
-        pass
-    engine = FakeEngine(paced=True)
-    async with running_worker(place, engine=engine, capacity=4) as worker:
-        await eventually(lambda: len(engine.seen) == 4)
-        worker.service.request_stop()
-        engine.free()
-        assert await asyncio.wait_for(worker.task, 20) is True
-    depth = await client.depth()
-    assert (depth.waiting, depth.running) == (4, 0)
-    statuses = [(await client.status(job.id)).state for job in jobs]
-    assert statuses.count(JobState.DONE) == 4
-    assert [(await client.status(job.id)).attempt for job in jobs].count(0) == 4
-
-
-async def test_what_does_not_fit_the_grace_period_goes_on_elsewhere(place: Place, client: Client) -> None:
-    """The second worker takes up the tokens of the first: none is computed twice, none is missing."""
-    job = make_job(stream=True, params={"max_tokens": 30})
-    first = FakeEngine(paced=True)
-    async with running_worker(place, name="w1", engine=first, grace_period=0.05) as worker:
-        await client.submit(job)
-        first.allow(9)
-        await eventually(lambda: first._generated == 9)
-        assert await worker.stop() is True
-    view = await client.status(job.id)
-    assert (view.state, view.checkpointed_tokens, view.failures) == (JobState.WAITING, 9, 0)
-    second = FakeEngine()
-    async with running_worker(place, name="w2", engine=second):
-        result = await result_of(client, job)
-        deltas = [delta async for delta in client.stream(job.id)]
-    assert (result.token_ids, result.text) == undisturbed(job)
-    assert (result.worker, second._generated) == ("w2", 21)
-    assert [token for delta in deltas for token in delta.token_ids] == list(result.token_ids)
-    assert "".join(delta.text for delta in deltas) == result.text
-
-
-async def test_a_second_signal_releases_at_once(place: Place, client: Client) -> None:
-    job = make_job(params={"max_tokens": 30})
-    engine = FakeEngine(paced=True)
-    async with running_worker(place, engine=engine, grace_period=600.0) as worker:
-        await client.submit(job)
-        engine.allow(3)
-        await eventually(lambda: engine._generated == 3)
-        assert await worker.stop(at_once=True) is True
-    view = await client.status(job.id)
-    assert (view.state, view.checkpointed_tokens, view.failures) == (JobState.WAITING, 3, 0)
-
-
 async def test_a_lost_lease_drops_the_work(client: Client, place: Place) -> None:
     """Given a worker that renews too late, when another has taken the job over, then its result does
     not count."""
@@ -348,29 +296,30 @@ async def test_an_absence_of_redis_loses_nothing() -> None:
             assert sorted(entry.id for _, entry in entries) == sorted(job.id for job in jobs)
 
 
-async def test_a_drain_ends_though_redis_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing while the server is down must not hang (bullmq#2430)."""
-    monkeypatch.setattr("tidemill_worker.service.CLOSING_TIME", 0.5)
-    with running(valkey_binary()) as server:
-        place = Place(server.url, "gone")
-        engine = FakeEngine(paced=True)
-        async with running_worker(place, engine=engine, grace_period=0.1) as worker, place.client() as client:
-            await client.submit(make_job())
-            await eventually(lambda: engine.seen)
-            await asyncio.to_thread(server.kill)
-            engine.free()
-            assert await asyncio.wait_for(worker.stop(), 20) is False
-
-
-async def test_sigterm_drains(place: Place, client: Client) -> None:
-    job = make_job()
+async def test_a_cancellation_does_not_wait_for_the_renewal(place: Place, client: Client) -> None:
+    job = make_job(params={"max_tokens": 50})
     engine = FakeEngine(paced=True)
-    async with running_worker(place, engine=engine) as worker:
-        worker.service.stop_on_signals()
+    async with running_worker(place, engine=engine, renewal=3600.0):
         await client.submit(job)
-        await eventually(lambda: engine.seen)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await eventually(worker.service._drain.is_set)
-        engine.free()
-        assert await asyncio.wait_for(worker.task, 20) is True
-    assert (await result_of(client, job)).token_ids == undisturbed(job)[0]
+        engine.allow(3)
+        await eventually(lambda: engine._generated == 3)
+        assert await client.cancel(job.id) is CancelOutcome.REQUESTED
+        assert (await result_of(client, job)).status is Status.CANCELLED
+
+
+@pytest.mark.parametrize(("fingerprint", "generated"), [("f1", 21), ("f2", 30)])
+async def test_a_worker_of_another_build_begins_anew(
+    place: Place, client: Client, fingerprint: str, generated: int
+) -> None:
+    """And one of the same goes on. Nothing is spliced, and the usage is that of one answer."""
+    job = make_job(params={"max_tokens": 30})
+    first, second = FakeEngine(paced=True), FakeEngine()
+    async with running_worker(place, engine=first, grace_period=0.05) as worker:
+        await client.submit(job)
+        first.allow(9)
+        await eventually(lambda: first._generated == 9)
+        assert await worker.stop() is True
+    async with running_worker(place, name="w2", engine=second, fingerprint=fingerprint):
+        result = await result_of(client, job)
+    assert (result.token_ids, result.usage.completion_tokens) == (undisturbed(job)[0], 30)
+    assert second._generated == generated

@@ -47,6 +47,7 @@ def test_redis_url_is_read_from_the_usual_variable(monkeypatch: pytest.MonkeyPat
         ("log_level", "loud", "'debug'"),
         ("swap_space", "-1", "greater than or equal to 0"),
         ("preemption_mode", "drop", "'auto', 'swap' or 'recompute'"),
+        ("stall_timeout", "0", "greater than 0"),
     ],
 )
 @pytest.mark.parametrize("source", ["flag", "variable"])
@@ -105,6 +106,17 @@ def test_an_unknown_variable_does_not_show_its_value(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError) as caught:
         load_settings()
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://a:1/0", "rediss://a:1/0", "unix:///run/redis.sock", "redis+sentinel://a,b/mymaster"),
+        *("rediss+sentinel://a/mymaster", "redis+cluster://a:1,b:2", "rediss+cluster://a"),
+    ],
+)
+def test_every_kind_of_url_is_a_redis_url(url: str) -> None:
+    assert load_settings({"redis_url": url}).redis_url.get_secret_value() == url
 
 
 def test_a_folder_serves_under_its_name(tmp_path: Path) -> None:

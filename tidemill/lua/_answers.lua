@@ -26,7 +26,7 @@ end
 -- has served its purpose.
 local function end_deltas(job)
   local key = K.deltas .. job.id
-  local ended = job.stream and redis.pcall('XADD', key, number(job.tokens) .. '-1', E.ended, 1)
+  local ended = job.stream and redis.pcall('XADD', key, origin_of(job) + number(job.tokens) .. ENDED, E.ended, 1)
   if type(ended) == 'string' then
     redis.call('PEXPIRE', key, C.stream_ttl)
   else
@@ -41,7 +41,7 @@ local function record(job, result, status, finisher)
   discount(job)
   set(job, {
     state = 'done', status = status, finisher = finisher, finished = NOW, replies = replies,
-    payload = false, entry = false, place = false, cancel = false,
+    payload = false, entry = false, place = false, cancel = false, alone = false,
   })
   redis.call('PEXPIRE', K.job .. job.id, C.result_ttl)
   end_deltas(job)

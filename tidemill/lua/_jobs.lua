@@ -9,11 +9,12 @@ do
   NOW = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+local LIGHT_FIELDS = {}
+for i, name in ipairs(LIGHT) do LIGHT_FIELDS[i] = F[name] end
+
 -- A foreign hand may have put anything under a key of ours: such a job counts as missing.
 local function load(id)
-  local names = {}
-  for i, name in ipairs(LIGHT) do names[i] = F[name] end
-  local values = redis.pcall('HMGET', K.job .. id, unpack(names))
+  local values = redis.pcall('HMGET', K.job .. id, unpack(LIGHT_FIELDS))
   if values.err then return nil end
   local job = {id = id}
   for i, name in ipairs(LIGHT) do job[name] = values[i] or nil end
@@ -52,11 +53,15 @@ local function lane_of(job) return job.version .. ':' .. job.priority .. ':' .. 
 
 local function stream_of(job) return K[job.place or 'jobs'] .. lane_of(job) end
 
+-- What the ids of a delta stream count from, so that they rise for readers whatever is dropped.
+local function origin_of(job) return number(job.origin) end
+
 -- A checkpoint that is gone or unreadable is given as one delta that nobody can decode.
 local function deltas_of(job)
   local deltas = {}
   if not job.tokens then return deltas end
-  for _, entry in ipairs(redis.pcall('XRANGE', K.deltas .. job.id, '-', '+')) do
+  local begin = '(' .. origin_of(job) .. RESTARTED
+  for _, entry in ipairs(redis.pcall('XRANGE', K.deltas .. job.id, begin, '+')) do
     deltas[#deltas + 1] = entry[2][2]
   end
   return #deltas > 0 and deltas or {''}

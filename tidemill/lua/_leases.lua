@@ -1,8 +1,7 @@
 -- Giving jobs to a worker, giving the same ones again when it repeats the question, and keeping what
 -- it has generated.
 
--- Stores deltas given as (first token, number of tokens, JSON) in ARGV[from..to]. An entry's id is
--- the number of tokens up to its end, so that a repeat is recognised and a reader can seek.
+-- Stores deltas given as (first token, number of tokens, JSON) in ARGV[from..to]; a repeat is recognised.
 -- Returns false at a gap, or if a foreign hand was in the stream: the holder and the checkpoint have
 -- parted ways.
 local function store(job, from, to)
@@ -11,7 +10,7 @@ local function store(job, from, to)
     local first, last = tonumber(ARGV[i]), ARGV[i] + ARGV[i + 1]
     if first > tokens then return false end
     if first == tokens then
-      local added = redis.pcall('XADD', K.deltas .. job.id, last .. '-0', E.delta, ARGV[i + 2])
+      local added = redis.pcall('XADD', K.deltas .. job.id, origin_of(job) + last .. '-0', E.delta, ARGV[i + 2])
       if type(added) == 'table' then return false end
       tokens = last
     end
@@ -29,11 +28,45 @@ local function checkpoint(job, prompt, from, to)
   return true
 end
 
--- Makes the worker the holder and returns the reply for it.
-local function hand_over(job, worker)
+-- Whether a full server has been drawn on as far as it may be: moves that hand out jobs are not refused
+-- at its limit, so that it can be emptied, but then results which nobody reads could grow without bound.
+-- Asking takes longer than most commands, so once a call. The buffers that Redis leaves out are left out.
+local function overdrawn()
+  local memory = redis.call('INFO', 'memory')
+  local function bytes(name) return number(string.match(memory, name .. ':(%d+)')) end
+  local limit = bytes('\nmaxmemory')
+  if limit == 0 then return false end
+  return bytes('\nused_memory') - bytes('mem_not_counted_for_evict') > limit * (1 + C.memory_overdraft)
+end
+
+-- In Redis's own words, so that whoever asks takes it for what it is.
+local OVERDRAWN = {err = 'OOM jobs are handed out again when there is less memory in use'}
+
+-- Whether a worker cannot go on from the checkpoint, because another build made it.
+local function foreign(job, fingerprint) return job.tokens and (job.fingerprint or '') ~= fingerprint end
+
+-- Drops what was generated. Whoever reads along is told so, behind all that was there to read.
+local function restart(job)
+  local origin = origin_of(job) + number(job.tokens)
+  redis.call('DEL', K.deltas .. job.id)
+  if job.stream then redis.call('XADD', K.deltas .. job.id, origin .. RESTARTED, E.restart, 1) end
+  set(job, {origin = origin, tokens = false})
+end
+
+-- Whether one more failure would bury it. If it is its work that brings workers down, it must not take
+-- the others' jobs with it; and if it is not, it must not be taken with them.
+local function is_suspect(job)
+  local failures = number(job.failures)
+  return failures >= 1 and failures == C.max_attempts - 1
+end
+
+-- Makes the worker, whose build has this fingerprint, the holder.
+local function hand_over(job, worker, fingerprint)
+  if foreign(job, fingerprint) then restart(job) end
   set(job, {
     state = 'running', worker = worker, attempt = number(job.attempt) + 1,
     base = number(job.tokens), claimed = NOW, released = false,
+    alone = is_suspect(job) and 'held', fingerprint = fingerprint ~= '' and fingerprint,
     promised = promise(job),
   })
   redis.call('ZADD', K.leases, NOW + C.lease, job.id)
@@ -45,9 +78,13 @@ end
 local function reply_for(job)
   return {
     job.id, payload_of(job) or '', job.seed or '0', job.attempt, job.failures or '0',
-    job.submitted or '0', NOW, job.deadline or '', job.stream and '1' or '0', deltas_of(job),
+    job.submitted or '0', NOW, job.deadline or '', job.stream and '1' or '0', job.alone and '1' or '0',
+    deltas_of(job),
   }
 end
+
+-- A worker is given one suspect at a time, so it is the last of a call.
+local function is_last(reply) return reply[10] == '1' end
 
 -- Without this, the jobs of a lost reply would be held by a worker that does not know of them until
 -- the lease runs out. A request is <series>:<number>; the worker repeats a number until it has seen

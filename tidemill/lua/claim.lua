@@ -1,7 +1,9 @@
--- ARGV: settings, worker, request, room, newest version understood, then the priorities to serve
+-- ARGV: settings, worker, request, room, newest version understood, fingerprint, then the priorities
+--       to serve
 -- Returns a reply per job (see _leases.lua).
 
 local worker, request, room, version = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local fingerprint, HIGHEST = ARGV[6], 7
 
 -- Bounds the time that one call keeps the server busy with what is not a claimable job.
 local patience = room + 200
@@ -60,7 +62,7 @@ local function idle(candidate) redis.call('ZREM', candidate.active, candidate.te
 -- Priority first, but each span of `ageing` counts as one step up; among equals, who waits longest.
 local function choose()
   local best
-  for rank = 6, #ARGV do
+  for rank = HIGHEST, #ARGV do
     local candidate = least_served(ARGV[rank])
     if candidate then
       candidate.since = since(candidate.lane)
@@ -69,7 +71,7 @@ local function choose()
         idle(candidate)
         return choose()
       end
-      candidate.rank = math.max(6, rank - math.floor((NOW - candidate.since) / C.ageing))
+      candidate.rank = math.max(HIGHEST, rank - math.floor((NOW - candidate.since) / C.ageing))
       if not best or candidate.rank < best.rank
         or (candidate.rank == best.rank and candidate.since < best.since) then
         best = candidate
@@ -112,7 +114,7 @@ local function take(lane, stream, entry)
   elseif number(job.failures) >= C.max_attempts then
     bury(job)
   else
-    hand_over(job, worker)
+    hand_over(job, worker, fingerprint)
     return reply_for(job)
   end
   return nil
@@ -137,10 +139,12 @@ while #replies < room and patience > 0 do
   patience = patience - 1
   local candidate = choose()
   if not candidate then break end
+  if #replies == 0 and overdrawn() then return OVERDRAWN end
   local reply = serve(candidate)
   if reply then
     set_clock(candidate.priority, candidate.lane)
     replies[#replies + 1] = reply
+    if is_last(reply) then break end
   end
 end
 remember('claim', worker, request, replies)

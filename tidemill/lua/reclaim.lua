@@ -1,7 +1,8 @@
--- ARGV: settings, worker, request, room, newest version understood
+-- ARGV: settings, worker, request, room, newest version understood, fingerprint
 -- Returns a reply per job (see _leases.lua).
 
 local worker, request, room, version = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local fingerprint = ARGV[6]
 
 -- Leases ran on while the server was down: give their holders the time of one lease to renew.
 local function started_lately()
@@ -35,18 +36,25 @@ local function delay(job)
   if job.deadline then redis.call('ZADD', K.deadlines, job.deadline, job.id) end
 end
 
--- An attempt that advanced the checkpoint is no failure. One that did not is repeated at once the
--- first time, then with growing delay, then not at all.
+-- What is dropped for the second time led nowhere: else workers of two builds that both die of a job
+-- could go on for ever, each with a progress that the other cannot use.
+local function advanced(job)
+  if number(job.tokens) <= number(job.base) then return false end
+  return not (job.origin and foreign(job, fingerprint))
+end
+
+-- An attempt that advanced the checkpoint is no failure, nor is one that waited for its worker to have
+-- nothing else. Any other is repeated at once the first time, then with growing delay, then not at all.
 local function retry(job)
-  local progressed = number(job.tokens) > number(job.base)
-  if not progressed then set(job, {failures = number(job.failures) + 1}) end
+  local failed = job.alone ~= 'held' and not advanced(job)
+  if failed then set(job, {failures = number(job.failures) + 1}) end
   if number(job.failures) >= C.max_attempts then
     bury(job)
-  elseif not progressed and number(job.failures) >= 2 then
+  elseif failed and number(job.failures) >= 2 then
     delay(job)
   else
     move_entry(job)
-    hand_over(job, worker)
+    hand_over(job, worker, fingerprint)
     return reply_for(job)
   end
 end
@@ -77,6 +85,7 @@ if replies then return replies end
 replies = {}
 local lapsed = redis.call('ZRANGEBYSCORE', K.leases, '-inf', NOW, 'LIMIT', 0, room * 4 + 100)
 if #lapsed > 0 and started_lately() then lapsed = {} end
+if #lapsed > 0 and overdrawn() then return OVERDRAWN end
 local orphans = false
 for _, id in ipairs(lapsed) do
   if #replies >= room then break end
@@ -89,6 +98,7 @@ for _, id in ipairs(lapsed) do
     local reply = take(job)
     if holder ~= worker then forget_consumer(stream, holder) end
     if reply then replies[#replies + 1] = reply end
+    if reply and is_last(reply) then break end
   end
 end
 if orphans then refuse_orphans() end

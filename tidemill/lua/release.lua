@@ -6,7 +6,7 @@ local worker = ARGV[2]
 -- Back to the head of the line; the attempt is not a failure.
 local function release(job, attempt)
   detach(job)
-  set(job, {released = token_of(worker, attempt), worker = false})
+  set(job, {released = token_of(worker, attempt), worker = false, alone = false})
   enqueue(job, 'returned')
 end
 

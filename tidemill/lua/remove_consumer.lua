@@ -20,5 +20,8 @@ for _, lane in ipairs(redis.call('HKEYS', K.load)) do
     remove(K.jobs .. lane)
   end
 end
-if clean == 1 then redis.call('DEL', K.receipt .. worker) end
+if clean == 1 then
+  redis.call('DEL', K.receipt .. worker, K.cancelled .. worker, K.worker .. worker)
+  redis.call('ZREM', K.workers, worker)
+end
 return clean

@@ -1,6 +1,6 @@
 -- ARGV: settings, worker, then per job: id, attempt, tokens of its prompt, number of deltas, and three
 --       values per delta (see store in _leases.lua)
--- Returns the ids lost and the ids cancelled.
+-- Returns the ids lost and the ids cancelled; the latter of all jobs that the worker holds.
 
 local worker = ARGV[2]
 local lost, cancelled = {}, {}
@@ -16,4 +16,12 @@ while i <= #ARGV do
   end
   i = last + 1
 end
+-- Asked for much more often than a lease is renewed, so that a cancellation is heard of at once. If this
+-- reply is lost, the flag of the job itself is seen at its next renewal.
+local asked = redis.pcall('SMEMBERS', K.cancelled .. worker)
+for _, id in ipairs(asked) do
+  local job = load(id)
+  if job and job.cancel and held_by(job, worker, job.attempt) then cancelled[#cancelled + 1] = id end
+end
+if #asked > 0 then redis.call('DEL', K.cancelled .. worker) end
 return {lost, cancelled}

@@ -72,6 +72,7 @@ class Admission:
             token_text=self.tokenizer.token_text,
             queued=(claimed.claimed_ms - claimed.submitted_ms) / 1000,
             deadline=deadline,
+            aside=claimed.alone,
         )
 
     def takes_long(self, claimed: Claimed) -> bool:
@@ -154,22 +155,17 @@ class Admission:
     ) -> Ending | None:
         """Take up the checkpoint of an earlier attempt; return how the generation ended, if it had.
 
-        A worker of another build may have seen its end elsewhere. What it told its readers holds.
+        The queue gives out no checkpoint of another build, so the end is where it was seen then.
         """
-        token_ids: list[int] = []
-        ending = None
         deltas = _deltas_of(claimed, choice.index)
-        stored = _tokens(deltas)
-        for token in stored:
-            token_ids.append(token)
-            ending = ending_after(token, len(token_ids), params, self.limits.end_of_text, choice)
+        token_ids = _tokens(deltas)
+        ending = None
+        for number, token in enumerate(token_ids, start=1):
             if ending is not None:
-                break
-        else:
-            ending = ending or _stored_ending(deltas)
-        logprobs = _logprobs(deltas)[: len(token_ids)]
+                raise _tampered(f"{len(token_ids)} tokens of a generation that ends after {number - 1}")
+            ending = ending_after(token, number, params, self.limits.end_of_text, choice)
         text = choice.output_text.take() if ending is None else choice.output_text.close()
-        held.resume(choice.index, token_ids, text, logprobs, ending, len(stored))
+        held.resume(choice.index, token_ids, text, _logprobs(deltas), ending)
         choice.output_token_ids = tuple(token_ids)
         return ending
 
@@ -195,7 +191,7 @@ class Admission:
                 )
 
     def _check_checkpoint(self, params: SamplingParams, checkpoint: Sequence[Delta]) -> None:
-        """Refuse tokens that no attempt at this job can have drawn: someone has tampered with them."""
+        """Refuse tokens that no attempt at this job can have drawn."""
         size = self.tokenizer.vocab_size
         for delta in checkpoint:
             num_tokens, num_logprobs = len(delta.token_ids), len(delta.logprobs)
@@ -207,7 +203,7 @@ class Admission:
             elif params.logprobs is not None and num_logprobs != num_tokens:
                 fault = f"{num_logprobs} logprobs of {num_tokens} tokens"
             if fault is not None:
-                raise InvalidJob(f"checkpoint: {fault}", code=ErrorCode.UNDECODABLE)
+                raise _tampered(fault)
 
     def _check_length(self, job: Job, num_prompt_tokens: int) -> None:
         self._check_room(
@@ -246,6 +242,11 @@ class Admission:
                 limit=room,
                 code=code,
             )
+
+
+def _tampered(fault: str) -> InvalidJob:
+    """Someone else has written to the checkpoint."""
+    return InvalidJob(f"checkpoint: {fault}", code=ErrorCode.UNDECODABLE)
 
 
 def _deltas_of(claimed: Claimed, choice: int) -> list[Delta]:

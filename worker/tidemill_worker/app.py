@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,31 +22,35 @@ import structlog
 from tidemill.card import ModelCard
 from tidemill.connection import connect
 from tidemill.errors import ConfigurationError, QueueUnavailable
+from tidemill.exit_codes import ExitCode
 from tidemill.moves import QueueSettings
 from tidemill.params import SamplingParams
 from tidemill.queue import Queue
+from tidemill.registry import WorkerReport, WorkerState
 from tidemill_scheduler.scheduler import Scheduler
 from tidemill_worker.admission import Admission, ModelLimits
+from tidemill_worker.announcer import HEARTBEAT
 from tidemill_worker.answers import Answers
-from tidemill_worker.endpoint import Endpoint, Health
+from tidemill_worker.endpoint import Endpoint
 from tidemill_worker.engine import Engine
+from tidemill_worker.fingerprint import fingerprint_of
 from tidemill_worker.grammar import GrammarCompiler
+from tidemill_worker.health import HealthProbe
 from tidemill_worker.leases import OpenQueue
 from tidemill_worker.metrics import Metrics
-from tidemill_worker.recorder import CONCURRENCY, pauses
+from tidemill_worker.recorder import CONCURRENCY
 from tidemill_worker.request import OpenChoice, Request
 from tidemill_worker.service import Service, ServiceConfig
 from tidemill_worker.settings import EMBEDDED_MODEL, WorkerSettings
+from tidemill_worker.signals import StopSignals
 from tidemill_worker.sizing import GIB, Choice, Sizing, defaults_of, kv_cache_memory, scheduler_config, size
 from tidemill_worker.tokenizer import Tokenizer
+from tidemill_worker.waiting import pauses
+from tidemill_worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
 
-MAX_STEP_SECONDS = 120.0
-"""A step that takes longer than this hangs; the slowest on record took a few."""
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16
-"""How much of a file goes into the fingerprint: 4 MiB."""
 CONNECTIONS = CONCURRENCY + 4
 """Of the I/O loop: results on their way, a claim, the card, and some to spare."""
 
@@ -64,8 +69,10 @@ class ServedModel:
     dtype: str
 
 
-def serve(settings: WorkerSettings) -> bool:
-    """Serve until SIGTERM or SIGINT.
+def serve(settings: WorkerSettings, signals: StopSignals) -> bool:
+    """Serve until SIGTERM or SIGINT, which `signals` has caught since the process began.
+
+    If the engine stalls, or a stop does not end, the process exits from in here.
 
     Returns:
         Whether everything held was finished or handed back.
@@ -96,11 +103,19 @@ def serve(settings: WorkerSettings) -> bool:
         structlog.get_logger().info("sized", **_told(model.sizing.choices))
         service = build_service(settings, model, open_queue, metrics)
         metrics.watch(lambda: service.engine.stats, has_swap_space=model.sizing.num_swap_blocks > 0)
+        metrics.watch_service(service.stats)
         probe.service = service
-        try:
-            return asyncio.run(_run(service))
-        finally:
-            model.grammars.close()
+        stall_timeout = settings.stall_timeout
+        with Watchdog(
+            service, stall_timeout=stall_timeout, terminate=_exit_now, hang_timeout=2 * stall_timeout
+        ):
+            try:
+                clean = asyncio.run(_run(service, signals))
+            finally:
+                model.grammars.close()
+        if service.engine.is_alive:  # amid a step too long to wait for: nothing is torn down around it
+            _exit_now(ExitCode.OK if clean else ExitCode.FAILED)
+        return clean
 
 
 def _told(choices: Mapping[str, Choice[Any]]) -> dict[str, object]:
@@ -155,7 +170,7 @@ def build_model(settings: WorkerSettings) -> ServedModel:
             end_of_text=end_of_text,
         ),
         sizing=sizing,
-        fingerprint=_fingerprint(folder, str(dtype), *machine_facts(device)),
+        fingerprint=fingerprint_of(folder, str(dtype), *machine_facts(device)),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
     )
@@ -211,12 +226,11 @@ def build_service(
     settings: WorkerSettings, model: ServedModel, open_queue: OpenQueue, metrics: Metrics
 ) -> Service:
     """The service around a model that is ready."""
-    worker = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    answers = Answers(model=settings.model_name, worker=worker)
+    report = _first_report(settings, model)
+    answers = Answers(model=settings.model_name, worker=report.name)
     return Service(
         ServiceConfig(
-            worker=worker,
-            capacity=model.sizing.max_num_seqs.value + settings.claim_ahead,
+            capacity=report.capacity,
             claim_ahead=settings.claim_ahead,
             lease=settings.lease,
             renewal=settings.renewal_interval,
@@ -233,8 +247,33 @@ def build_service(
             fingerprint=model.fingerprint,
             tokenizer_zlib=ModelCard.compress(model.tokenizer.to_json().encode()),
         ),
+        report=report,
         open_queue=open_queue,
         observer=metrics,
+    )
+
+
+def _first_report(settings: WorkerSettings, model: ServedModel) -> WorkerReport:
+    """Who this worker is; its name is unique per start of a process."""
+    host, pid = socket.gethostname(), os.getpid()
+    return WorkerReport(
+        name=f"{host}-{pid}-{secrets.token_hex(4)}",
+        queue=settings.queue_name,
+        model=settings.model_name,
+        host=host,
+        pid=pid,
+        version=version("tidemill"),
+        fingerprint=model.fingerprint,
+        device=model.device,
+        state=WorkerState.SERVING,
+        capacity=model.sizing.max_num_seqs.value + settings.claim_ahead,
+        running=0,
+        waiting=0,
+        held=0,
+        unrecorded=0,
+        kv_usage=0.0,
+        uptime=0.0,
+        heartbeat=HEARTBEAT,
     )
 
 
@@ -244,7 +283,8 @@ def queue_opener(settings: WorkerSettings) -> OpenQueue:
 
     @asynccontextmanager
     async def open_queue() -> AsyncIterator[Queue]:
-        redis = connect(settings.redis_url.get_secret_value(), max_connections=CONNECTIONS)
+        url = settings.redis_url.get_secret_value()
+        redis = connect(url, queue=settings.queue_name, max_connections=CONNECTIONS)
         queue = Queue(redis, settings.queue_name, queue_settings)
         try:
             yield queue
@@ -253,30 +293,6 @@ def queue_opener(settings: WorkerSettings) -> OpenQueue:
             await redis.aclose()
 
     return open_queue
-
-
-class HealthProbe:
-    """Healthy is a worker whose engine thread lives and makes steps; Redis may come and go."""
-
-    def __init__(self) -> None:
-        self.service: Service | None = None
-        """Set when the model is ready; until then the worker is not healthy yet."""
-
-    def __call__(self) -> Health:
-        if self.service is None:
-            return Health(ok=False, details={"engine": "loading"})
-        engine, held = self.service.engine, self.service.held
-        hangs = engine.stuck_seconds > MAX_STEP_SECONDS
-        return Health(
-            ok=engine.is_alive and not hangs,
-            details={
-                "engine": "hangs" if hangs else "alive" if engine.is_alive else "stopped",
-                "running": engine.stats.num_running,
-                "waiting": engine.stats.num_waiting,
-                "held": len(held),
-                "unrecorded": held.num_unrecorded,
-            },
-        )
 
 
 @contextmanager
@@ -294,9 +310,20 @@ def _endpoint(settings: WorkerSettings, metrics: Metrics, probe: HealthProbe) ->
         endpoint.close()
 
 
-async def _run(service: Service) -> bool:
-    service.stop_on_signals()
-    return await service.run()
+async def _run(service: Service, signals: StopSignals) -> bool:
+    signals.pass_to(partial(asyncio.get_running_loop().call_soon_threadsafe, service.request_stop))
+    try:
+        return await service.run()
+    finally:
+        signals.ignore()
+
+
+def _exit_now(status: ExitCode) -> None:
+    """End the process, whatever its threads are doing."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 async def _await_redis(open_queue: OpenQueue, patience: float) -> None:
@@ -309,22 +336,3 @@ async def _await_redis(open_queue: OpenQueue, patience: float) -> None:
                 if time.monotonic() >= deadline:
                     raise
                 await asyncio.sleep(pause)
-
-
-def _fingerprint(folder: Path, *facts: str) -> str:
-    """Names what decides over a generation's bits: the model's files, the code, the machine.
-
-    Of each file its size and evenly spaced samples are read, so that a large model costs no minutes.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for path in folder.glob("*") if path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(sample * size // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    for package in ("tidemill", "torch", "transformers"):
-        digest.update(f"{package}={version(package)};".encode())
-    digest.update(";".join(facts).encode())
-    return digest.hexdigest()

@@ -13,6 +13,7 @@ from tidemill.exit_codes import ExitCode
 from tidemill_worker.flags import with_setting_flags
 from tidemill_worker.logs import configure_logs
 from tidemill_worker.settings import load_settings
+from tidemill_worker.signals import catch_stop_signals
 
 PLANNED = (
     *("model", "served_model_name", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -31,11 +32,12 @@ def worker(**flags: object) -> None:
     second hands back everything at once. Every option can also be set by its variable, shown in
     brackets.
     """
+    signals = catch_stop_signals()
     settings = load_settings(flags)
     configure_logs(settings.log_level, settings.log_format)
     from tidemill_worker.app import serve
 
-    raise typer.Exit(ExitCode.OK if serve(settings) else ExitCode.FAILED)
+    raise typer.Exit(ExitCode.OK if serve(settings, signals) else ExitCode.FAILED)
 
 
 @with_setting_flags(only=PLANNED)

@@ -16,7 +16,7 @@ from tidemill.jobs import ErrorInfo
 from tidemill_worker.engine import EngineStats, StepOutput
 from tidemill_worker.request import Request
 
-JOIN_TIMEOUT = 60.0
+JOIN_TIMEOUT = 3.0
 """Seconds to wait for the step in progress when stopping; a step takes about one."""
 
 STUCK_PAUSE = 0.01
@@ -50,11 +50,14 @@ Command = Request | Abort | Stop
 
 
 class EngineThread:
-    """Owns the engine; others reach it through a bounded inbox and its callbacks.
+    """Owns the engine; others reach it through an inbox and its callbacks.
+
+    Nobody waits for room in the inbox: who renews leases or talks to Redis must not be held up by a long
+    step. It is bounded by who fills it: `Intake` claims nothing while `backlog` is as large as the worker's
+    capacity, and each request is taken back once at most.
 
     Args:
         engine: used by this thread alone from `start` on.
-        capacity: requests that may be in the engine or on their way at once.
         deliver: gets each step's outputs, on this thread; must be quick.
         on_failure: called on this thread, once, if the engine raises: a bug, nothing to go on from.
     """
@@ -63,16 +66,22 @@ class EngineThread:
         self,
         engine: SteppedEngine,
         *,
-        capacity: int,
         deliver: Callable[[Sequence[StepOutput]], None],
         on_failure: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._on_failure = on_failure
-        self._inbox: queue.Queue[Command] = queue.Queue(maxsize=2 * capacity)
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._num_sent = 0
+        self._num_obeyed = 0
         self._thread = threading.Thread(target=self._run, name="tidemill-engine", daemon=True)
-        self._unmoved_since: float | None = None
+        self._has_work = False
+        self._last_move: float | None = None
+        self._ended = False
+        self.plans_nothing = False
+        """Whether the last step computed nothing, though there was work."""
         self.stats = engine.stats()
         """The engine's state after its last step; replaced, never changed."""
 
@@ -81,19 +90,34 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
+    def has_died(self) -> bool:
+        """Whether the thread is gone, and neither was told to end nor has reported a failure."""
+        return self._thread.ident is not None and not self._thread.is_alive() and not self._ended
+
+    @property
+    def backlog(self) -> int:
+        """Commands on their way to the engine."""
+        return self._num_sent - self._num_obeyed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in the engine, nor on its way to it or out of it."""
+        return self.backlog == 0 and not self._has_work
+
+    @property
     def stuck_seconds(self) -> float:
-        """How long there has been work of which nothing was computed.
+        """How long there has been work of which nothing was computed: if steps go well, the age of this one.
 
         A step that hangs and a scheduler that plans nothing look the same from outside (vllm#45414).
         """
-        since = self._unmoved_since
-        return 0.0 if since is None else time.monotonic() - since
+        last_move = self._last_move
+        return 0.0 if last_move is None else time.monotonic() - last_move
 
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Hand over a request; waits while the inbox is full, at most for a step."""
+        """Hand over a request."""
         self._send(request)
 
     def abort(self, request_id: str) -> None:
@@ -101,38 +125,38 @@ class EngineThread:
         self._send(Abort(request_id))
 
     def stop(self) -> None:
-        """Wait for the step in progress, then end the thread. Harmless if it has ended."""
+        """End the thread after the step in progress, and wait for that a little; harmless if it has ended."""
         self._send(Stop())
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT)
 
     def _send(self, command: Command) -> None:
-        """A thread that has ended takes no commands, and nobody waits for it."""
-        while self._thread.is_alive():
-            try:
-                self._inbox.put(command, timeout=1.0)
-                return
-            except queue.Full:
-                continue
+        with self._sending:
+            self._num_sent += 1
+        self._inbox.put(command)
 
     def _run(self) -> None:
         try:
             while self._obey_commands():
                 self._step()
+            self._ended = True
         except Exception:
             structlog.get_logger().exception("engine_failed")
             self._on_failure()
+            self._ended = True
+        finally:
+            self._last_move = None
 
     def _step(self) -> None:
-        if self._unmoved_since is None:
-            self._unmoved_since = time.monotonic()
         outputs = self._engine.step()
         stats = self._engine.stats()
-        if stats.num_steps > self.stats.num_steps:
-            self._unmoved_since = None
+        self.plans_nothing = stats.num_steps == self.stats.num_steps
+        if not self.plans_nothing:
+            self._last_move = time.monotonic()
         self.stats = stats
         self._deliver(outputs)
-        if self._inbox.empty() and not self._engine.has_unfinished:
+        self._has_work = self._engine.has_unfinished
+        if self._inbox.empty() and not self._has_work:
             self._engine.check_integrity()
 
     def _obey_commands(self) -> bool:
@@ -144,21 +168,26 @@ class EngineThread:
                 return True
             if isinstance(command, Stop):
                 return False
-            if isinstance(command, Abort):
-                self._engine.abort(command.request_id)
-                self.stats = self._engine.stats()
-            else:
-                self._add(command)
+            if self._last_move is None:
+                self._last_move = time.monotonic()
+            self._obey(command)
+            self._has_work = self._engine.has_unfinished
+            self._num_obeyed += 1
 
     def _patience(self) -> float | None:
         """Seconds to wait for a command; `None` for as long as it takes."""
         if not self._engine.has_unfinished:
-            self._unmoved_since = None
+            self._last_move = None
+            self.plans_nothing = False
             return None
-        return 0.0 if self._unmoved_since is None else STUCK_PAUSE
+        return STUCK_PAUSE if self.plans_nothing else 0.0
 
-    def _add(self, request: Request) -> None:
+    def _obey(self, command: Request | Abort) -> None:
+        if isinstance(command, Abort):
+            self._engine.abort(command.request_id)
+            self.stats = self._engine.stats()
+            return
         try:
-            self._engine.add(request)
+            self._engine.add(command)
         except InvalidJob as error:
-            self._deliver([StepOutput(request.id, (), "", error=ErrorInfo.of(error))])
+            self._deliver([StepOutput(command.id, (), "", error=ErrorInfo.of(error))])

@@ -52,6 +52,12 @@ class HeldJob:
     num_prompt_tokens: int = 0
     ended: bool = False
     """Its result is decided; later tokens, cancellations and deadlines change nothing."""
+    result_bytes: int = 0
+    """About what its result takes that waits to be recorded."""
+    aside: bool = False
+    """It waits for its turn to run alone; see `Isolation`."""
+    cancelled: bool = False
+    """Somebody cancelled it while it was aside: whoever keeps it there hands it back."""
     _begun: dict[int, HeldChoice] = field(default_factory=dict)
     _unconfirmed: list[Piece] = field(default_factory=list)
 
@@ -87,21 +93,18 @@ class HeldJob:
         text: str,
         logprobs: Sequence[TokenLogprobs] = (),
         ending: Ending | None = None,
-        num_stored: int | None = None,
     ) -> None:
         """Let one generation start from the checkpoint of an earlier attempt.
 
         Args:
             choice: which of them.
-            token_ids: its tokens in the checkpoint, up to its end if it has ended.
+            token_ids: its tokens in the checkpoint.
             text: what they say, as far as it is safe to show; all of it if it has ended.
             logprobs: one for each token, if they were asked for.
             ending: why it is complete; `None` if it goes on.
-            num_stored: how many tokens of it the checkpoint has, if there are more behind its end.
         """
         begun = HeldChoice(choice, ending=ending)
         begun.resume(token_ids, text, [StoredToken.of(stored) for stored in logprobs])
-        begun.num_sealed_tokens = len(token_ids) if num_stored is None else num_stored
         self._begun[choice] = begun  # as a whole: a renewal, or the job's end, may look at this very moment
 
     def take_in(self, output: StepOutput) -> None:
@@ -112,22 +115,27 @@ class HeldJob:
             choice.ending = Ending(output.finish_reason, output.stop_reason)
         self.ended = output.finished
 
-    def seal(self) -> Sequence[Piece]:
-        """Everything not known to be stored.
+    def seal(self, *, everything: bool = False) -> Sequence[Piece]:
+        """What is to be stored next: what was given out last or, once that is known to be stored, all that
+        is new.
 
         A piece whose fate is unknown (its reply was lost) is given out again exactly as it was, so
-        that the queue can tell by its index that it has it.
+        that the queue can tell by its index that it has it. What is generated meanwhile waits, to
+        become one piece of each generation, however long Redis is away.
+
+        Args:
+            everything: for a last word: what is new goes behind what was given out.
         """
         begun = self._seen()
-        for choice in begun:
+        for choice in begun if everything or not self._unconfirmed else ():
             if choice.has_news:
                 index = sum(one.num_sealed_tokens for one in begun)
                 self._unconfirmed.append(choice.seal(index))
         return tuple(self._unconfirmed)
 
-    def checkpoint(self) -> tuple[Delta, ...]:
+    def checkpoint(self, *, everything: bool = False) -> tuple[Delta, ...]:
         """The same as it is stored."""
-        return tuple(piece.delta(self.token_text) for piece in self.seal())
+        return tuple(piece.delta(self.token_text) for piece in self.seal(everything=everything))
 
     def confirm(self, deltas: Sequence[Delta]) -> None:
         """The queue has stored these."""
@@ -162,6 +170,18 @@ class HeldJobs:
         """Jobs whose result is decided but not known to be recorded."""
         with self._lock:
             return sum(job.ended for job in self._jobs.values())
+
+    @property
+    def unrecorded_bytes(self) -> int:
+        """About what their results take."""
+        with self._lock:
+            return sum(job.result_bytes for job in self._jobs.values())
+
+    @property
+    def num_aside(self) -> int:
+        """Jobs that wait for their turn to run alone."""
+        with self._lock:
+            return sum(job.aside for job in self._jobs.values())
 
     @property
     def num_by_priority(self) -> Counter[Priority]:
@@ -200,6 +220,33 @@ class HeldJobs:
             job.ended = True
             return job
 
+    def cancel(self, request_id: RequestId) -> HeldJob | None:
+        """Decide that a job ends now because it was cancelled; `None` if it does not, or not by that.
+
+        One that is aside is only marked.
+        """
+        with self._lock:
+            job = self._jobs.get(request_id)
+            if job is not None and job.aside:
+                job.cancelled = True
+                return None
+        return self.end(request_id)
+
+    def take_from_aside(self, request_id: RequestId) -> bool:
+        """Let a job run like any other; false if it was cancelled, or is held no more."""
+        with self._lock:
+            job = self._jobs.get(request_id)
+            if job is None or job.ended or job.cancelled:
+                return False
+            job.aside = False
+            return True
+
+    def live_attempt(self, job_id: JobId) -> RequestId | None:
+        """The attempt at a job that goes on here."""
+        with self._lock:
+            live = (job.request_id for job in self._jobs.values() if job.id == job_id and not job.ended)
+            return next(live, None)
+
     def record(self, outputs: Iterable[StepOutput]) -> list[tuple[HeldJob, StepOutput]]:
         """Add a step's tokens to their jobs; outputs of jobs that have ended are dropped."""
         recorded = []
@@ -228,7 +275,7 @@ class HeldJobs:
     def live_renewals(self) -> list[Renewal]:
         """Last checkpoints of the jobs that have not ended, to hand them back with."""
         with self._lock:
-            sealed = [(job, job.seal()) for job in self._jobs.values() if not job.ended]
+            sealed = [(job, job.seal(everything=True)) for job in self._jobs.values() if not job.ended]
         return [_renewal(job, pieces) for job, pieces in sealed]
 
     def confirm(self, renewals: Iterable[Renewal]) -> None:

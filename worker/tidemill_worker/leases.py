@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 
 import structlog
 
 from tidemill.errors import QueueUnavailable
+from tidemill.moves import Renewal, RenewOutcome
 from tidemill.queue import Queue
 from tidemill_worker.held import HeldJobs, RequestId, request_id
 
@@ -27,14 +28,18 @@ JOIN_TIMEOUT = 3.0
 
 
 class LeaseKeeper:
-    """Renews every held job in time, streamed jobs with news more often.
+    """Renews every held job in time, streamed jobs with news more often, and hears at once of cancellations.
+
+    While anything is held this takes one call at every `stream_interval`, at which Redis has little to do: it
+    looks into the few cancellations of this worker, and at the jobs that are renewed.
 
     Args:
         worker: the name the leases are held under.
         interval: seconds between renewals of all jobs.
-        stream_interval: seconds between checkpoints of streamed jobs.
+        stream_interval: seconds between checkpoints of streamed jobs, and between looks for cancellations.
         on_lost, on_cancelled: called on this thread, one job at a time.
         on_failure: called on this thread, once, if it ends by an error.
+        unreachable: called on this thread at each call that Redis did not answer.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class LeaseKeeper:
         on_lost: Callable[[RequestId], None],
         on_cancelled: Callable[[RequestId], None],
         on_failure: Callable[[], None],
+        unreachable: Callable[[QueueUnavailable], None],
     ) -> None:
         self._open_queue = open_queue
         self._held = held
@@ -57,6 +63,7 @@ class LeaseKeeper:
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
         self._on_failure = on_failure
+        self._on_unreachable = unreachable
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidemill-leases", daemon=True)
         self._interrupt: Callable[[], object] = lambda: None
@@ -75,6 +82,10 @@ class LeaseKeeper:
             with suppress(RuntimeError):  # it has closed its loop in this very moment
                 self._interrupt()
             self._thread.join()
+
+    def let_lapse(self) -> None:
+        """Renew nothing more, without waiting for the thread to end."""
+        self._stopping.set()
 
     def _run(self) -> None:
         try:
@@ -100,12 +111,13 @@ class LeaseKeeper:
 
     async def _renew(self, queue: Queue, *, everything: bool) -> bool:
         """Send what is due; false if the queue could not be reached, so that it is due at once."""
-        renewals = self._held.renewals(everything=everything)
-        if not renewals:
+        if not len(self._held):
             return True
+        renewals = self._held.renewals(everything=everything)
         try:
             outcome = await queue.renew(self._worker, renewals)
         except QueueUnavailable as error:
+            self._on_unreachable(error)
             if not self._unreachable:
                 self._log.warning("renewal_failed", reason=str(error), jobs=len(renewals))
             self._unreachable = True
@@ -114,9 +126,18 @@ class LeaseKeeper:
             self._log.info("renewals_resumed", jobs=len(renewals))
         self._unreachable = False
         self._held.confirm(renewals)
+        self._take_to_heart(renewals, outcome)
+        return True
+
+    def _take_to_heart(self, renewals: Sequence[Renewal], outcome: RenewOutcome) -> None:
+        """Pass on what it brought; it may also name a job whose claim is on its way here.
+
+        The next full renewal names that one again.
+        """
         for renewal in renewals:
             if renewal.job_id in outcome.lost:
                 self._on_lost(request_id(renewal.job_id, renewal.attempt))
-            elif renewal.job_id in outcome.cancelled:
-                self._on_cancelled(request_id(renewal.job_id, renewal.attempt))
-        return True
+        for job_id in outcome.cancelled:
+            attempt = self._held.live_attempt(job_id)
+            if attempt is not None:
+                self._on_cancelled(attempt)

@@ -15,10 +15,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tidemill.errors import QueueUnavailable
 from tidemill.jobs import FinishReason, Result
 from tidemill_worker.engine import EngineStats, StepOutput
 from tidemill_worker.generation import Marks
 from tidemill_worker.held import HeldJob
+from tidemill_worker.redis_failures import RedisFailure, failure_of
+from tidemill_worker.service import ServiceStats
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -82,6 +85,15 @@ LABELLED_COUNTERS: tuple[tuple[str, str, str, Mapping[str, Read]], ...] = (
      "direction",
      {"out": lambda stats: stats.blocks_swapped_out, "in": lambda stats: stats.blocks_swapped_in}),
 )  # fmt: skip
+SERVICE_GAUGES: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
+    ("tidemill_intake_paused",
+     "1 while no jobs are claimed because Redis refuses, or too much waits for it or for the engine; else 0.",
+     lambda stats: stats.intake_is_paused),
+    ("tidemill_results_waiting", "Jobs that have ended and whose result is not recorded yet.",
+     lambda stats: stats.num_unrecorded),
+    ("tidemill_results_waiting_bytes", "What these results take, about.",
+     lambda stats: stats.unrecorded_bytes),
+)  # fmt: skip
 HISTOGRAMS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ttft": ("tidemill_time_to_first_token_seconds", "vllm:time_to_first_token_seconds",
              "From the claim to the first token of a generation.", TTFT_BUCKETS),
@@ -144,6 +156,21 @@ class EngineCollector(Collector):
             yield counter
 
 
+class ServiceCollector(Collector):
+    """Reads the service's gauges when they are asked for."""
+
+    def __init__(self, model_name: str, stats: Callable[[], ServiceStats]) -> None:
+        self._labels = (model_name, ENGINE)
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, text, value in SERVICE_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value(stats))
+            yield gauge
+
+
 class Metrics:
     """The service's observer; its methods may be called from any thread."""
 
@@ -168,13 +195,23 @@ class Metrics:
         self._claimed = Counter(
             "tidemill_jobs_claimed", "Jobs claimed or reclaimed.", LABELS, registry=self.registry
         ).labels(*self._labels)
+        self._failures = Counter(
+            "tidemill_redis_failures", "Calls that Redis did not answer, or refused.",
+            (*LABELS, "reason"), registry=self.registry,
+        )  # fmt: skip
         for reason in dict.fromkeys(REASONS.values()):  # so that a rate starts from 0
             for counter in self._finished:
                 counter.labels(*self._labels, reason)
+        for failure in RedisFailure:
+            self._failures.labels(*self._labels, failure)
 
     def watch(self, stats: Callable[[], EngineStats], *, has_swap_space: bool) -> None:
         """Export the engine's stats too."""
         self.registry.register(EngineCollector(self._model_name, stats, has_swap_space=has_swap_space))
+
+    def watch_service(self, stats: Callable[[], ServiceStats]) -> None:
+        """Export what waits in the service too."""
+        self.registry.register(ServiceCollector(self._model_name, stats))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus's text format."""
@@ -206,6 +243,10 @@ class Metrics:
             reason = REASONS[choice.finish_reason or FinishReason.ERROR]
             for counter in self._finished:
                 counter.labels(*self._labels, reason).inc()
+
+    def unreachable(self, error: QueueUnavailable) -> None:
+        """Redis did not do what it was asked."""
+        self._failures.labels(*self._labels, failure_of(error)).inc()
 
     def _observe_stages(self, held: HeldJob, marks: Marks) -> None:
         self._observe("queue", marks.scheduled - held.claimed)

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import structlog
 
 from tidemill.errors import QueueUnavailable
-from tidemill.jobs import Result
+from tidemill.jobs import Result, TokenLogprobs
 from tidemill.moves import FinishOutcome
 from tidemill.queue import Queue
 from tidemill_worker.held import HeldJob, HeldJobs
+from tidemill_worker.waiting import pauses
 
 CONCURRENCY = 8
 """Results on their way to Redis at once: enough to hide a round trip, few enough for one pool."""
+TOKEN_BYTES, LOGPROB_BYTES = 6, 70
+"""What a result's JSON takes for a token, and for each of a token's logprobs: about."""
 
 
 class Recorder:
     """Takes results from any thread and hands each to the queue until it has an answer.
 
-    What waits here is bounded by what is held: intake claims nothing while too much waits.
+    What waits here is bounded by what is held: intake claims nothing while too many or too large ones wait.
+
+    Args:
+        unreachable: told of each call that Redis did not answer.
     """
 
-    def __init__(self, queue: Queue, held: HeldJobs, *, worker: str) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        held: HeldJobs,
+        *,
+        worker: str,
+        unreachable: Callable[[QueueUnavailable], None],
+    ) -> None:
         self._queue = queue
         self._held = held
         self._worker = worker
+        self._unreachable = unreachable
         self._loop = asyncio.get_running_loop()
         self._results: asyncio.Queue[tuple[HeldJob, Result]] = asyncio.Queue()
         self._log = structlog.get_logger()
@@ -36,6 +49,7 @@ class Recorder:
 
     def put(self, held: HeldJob, result: Result) -> None:
         """Record `result`; `held` has ended. May be called from any thread."""
+        held.result_bytes = size_of(result)
         self._loop.call_soon_threadsafe(self._results.put_nowait, (held, result))
 
     async def run(self) -> None:
@@ -60,16 +74,23 @@ class Recorder:
             try:
                 outcome = await self._queue.finish(self._worker, held.attempt, result)
             except QueueUnavailable as error:
+                self._unreachable(error)
                 self._log.debug("result_waits", job=held.id, reason=str(error))
                 await asyncio.sleep(pause)
                 continue
+            self._log.debug("result_taken", job=held.id, attempt=held.attempt, outcome=outcome)
             if outcome is FinishOutcome.LOST:
                 self._log.debug("result_dropped", job=held.id, reason="the lease is another's")
             return
 
 
-def pauses(*, first: float = 0.05, cap: float = 2.0) -> Iterator[float]:
-    """Seconds to wait between tries, without end: doubling up to `cap`, each shortened at random."""
-    while True:
-        yield random.uniform(0.5, 1.0) * first
-        first = min(cap, 2 * first)
+def size_of(result: Result) -> int:
+    """About how many bytes the result's JSON has, without making it."""
+    size = sum(len(key) + len(value) for key, value in result.metadata.items())
+    for choice in result.choices:
+        size += len(choice.text) + TOKEN_BYTES * len(choice.token_ids) + _size_of(choice.logprobs or ())
+    return size + _size_of(tuple(token for token in result.prompt_logprobs or () if token is not None))
+
+
+def _size_of(logprobs: tuple[TokenLogprobs, ...]) -> int:
+    return LOGPROB_BYTES * sum(1 + len(token.top) for token in logprobs)

@@ -5,18 +5,19 @@
                                     │ tokens ─► held jobs ─► renew with checkpoints
     record ◄─ result ◄─ writer ◄────┘                      ─► cancelled, lost
 
-The engine thread never waits for Redis. Stop order: claim nothing more; let run what ends within
-the grace period; stop the engine; record what is finished; hand back the rest; close.
+The engine thread never waits for Redis. How it stops is told in `closing`; what ends it if it
+cannot, in `watchdog`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -24,20 +25,17 @@ import structlog
 from tidemill.card import ModelCard
 from tidemill.errors import QueueUnavailable
 from tidemill.jobs import Result
-from tidemill.moves import QueueSettings
 from tidemill.queue import Queue
+from tidemill.registry import WorkerReport, WorkerState
 from tidemill_worker.admission import Admission
+from tidemill_worker.announcer import Announcer
+from tidemill_worker.closing import CLOSING_TIME, Closing
 from tidemill_worker.engine import StepOutput
 from tidemill_worker.engine_thread import EngineThread, SteppedEngine
-from tidemill_worker.held import HeldJob, HeldJobs, RequestId, request_id
+from tidemill_worker.held import HeldJob, HeldJobs, RequestId
 from tidemill_worker.intake import Intake
 from tidemill_worker.leases import LeaseKeeper, OpenQueue
-from tidemill_worker.recorder import Recorder, pauses
-
-CARD_INTERVAL = QueueSettings().card_ttl / 3
-"""Seconds between publications of the model card, which lives three times as long."""
-CLOSING_TIME = 5.0
-"""Seconds after the grace period for recording and handing back, however Redis is."""
+from tidemill_worker.recorder import Recorder
 
 
 class Observer(Protocol):
@@ -52,13 +50,25 @@ class Observer(Protocol):
     def ended(self, held: HeldJob, result: Result) -> None:
         """A job has got its result."""
 
+    def unreachable(self, error: QueueUnavailable) -> None:
+        """Redis did not do what it was asked."""
+
+
+@dataclass(frozen=True)
+class ServiceStats:
+    """What there is to say of the service that the engine does not know."""
+
+    intake_is_paused: bool
+    num_unrecorded: int
+    """Jobs that have ended and whose result Redis has not taken."""
+    unrecorded_bytes: int
+    """What these results come to, about."""
+
 
 @dataclass(frozen=True)
 class ServiceConfig:
     """How one worker serves. Seconds throughout."""
 
-    worker: str
-    """Name the leases are held under; unique per start of a process."""
     capacity: int
     """Generations in the engine or on their way to it, from which on no more jobs are claimed."""
     claim_ahead: int
@@ -70,7 +80,13 @@ class ServiceConfig:
 
 
 class Service:
-    """Serves one queue until told to stop."""
+    """Serves one queue until told to stop.
+
+    Args:
+        card: what it serves.
+        report: what is known of the worker before it serves; the rest is filled in for each heartbeat.
+        open_queue: called once on the I/O loop, and once on the lease thread's.
+    """
 
     def __init__(
         self,
@@ -79,6 +95,7 @@ class Service:
         engine: SteppedEngine,
         admission: Admission,
         card: ModelCard,
+        report: WorkerReport,
         open_queue: OpenQueue,
         observer: Observer,
     ) -> None:
@@ -86,29 +103,35 @@ class Service:
         self._admission = admission
         self._answers = admission.answers
         self._card = card
+        self._first_report = report
         self._open_queue = open_queue
         self._observer = observer
         self.held = HeldJobs()
-        self.engine = EngineThread(
-            engine, capacity=config.capacity, deliver=self._deliver, on_failure=self._fail
-        )
+        self.engine = EngineThread(engine, deliver=self._deliver, on_failure=self._fail)
         self._leases = LeaseKeeper(
             open_queue,
             self.held,
-            worker=config.worker,
+            worker=report.name,
             interval=config.renewal,
             stream_interval=config.stream_interval,
             on_lost=self._lose,
             on_cancelled=self._cancel,
             on_failure=self._fail,
+            unreachable=observer.unreachable,
         )
         self._log = structlog.get_logger()
-        # One with many logprobs takes a second, in which steps go on.
+        # One with many logprobs takes a second, in which steps go on. What waits here is held.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tidemill-writer")
         self._num_without_room = 0
+        self._began = time.monotonic()
+        self._intake: Intake | None = None
+        self._announcer: Announcer | None = None
         self._drain = asyncio.Event()
         self._release = asyncio.Event()
         self._failed = False
+        self._stalled = False
+        self.stop_by: float | None = None
+        """When it has to have ended, by the monotonic clock, once it was told to."""
 
     async def run(self) -> bool:
         """Serve until `request_stop`, or until a part fails.
@@ -118,131 +141,130 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         async with self._open_queue() as queue:
-            self._recorder = Recorder(queue, self.held, worker=self._config.worker)
-            intake = self._intake(queue)
+            self._recorder = Recorder(
+                queue, self.held, worker=self._name, unreachable=self._observer.unreachable
+            )
+            self._intake = intake = self._make_intake(queue)
+            self._announcer = announcer = self._make_announcer(queue)
             claiming = self._start(intake.run(), "intake")
+            announcing = self._start(announcer.run(), "announcer")
             others = [
                 self._start(intake.run_slow(), "compiler"),
                 self._start(self._recorder.run(), "recorder"),
-                self._start(self._publish_card(queue), "card"),
             ]
             self.engine.start()
             self._leases.start()
-            self._log.info("serving", queue=queue.name, worker=self._config.worker)
+            self._log.info("serving", queue=queue.name, worker=self._name)
             try:
                 await self._drain.wait()
-                intake.stop()
-                # Never cancelled in mid-claim: what it has claimed must be known.
-                await asyncio.wait({claiming}, timeout=CLOSING_TIME)
-                return await self._close(queue)
-            finally:
+                self._stop_claiming()
+                return await self._closing(queue, claiming, announcing).run()
+            except BaseException:
                 await asyncio.to_thread(self._stop_threads)
-                for task in (claiming, *others):
+                raise
+            finally:
+                for task in (claiming, announcing, *others):
                     task.cancel()
-                await asyncio.gather(claiming, *others, return_exceptions=True)
+                await asyncio.gather(claiming, announcing, *others, return_exceptions=True)
 
     def request_stop(self) -> None:
         """First call: drain. Second call: release everything at once. On the I/O loop."""
+        jobs, grace_period = self.held.num_live, self._config.grace_period
         if self._drain.is_set():
-            self._log.info("releasing", jobs=self.held.num_live)
-            self._release.set()
+            self._log.info("releasing", jobs=jobs)
+            self._stop(release=True)
         else:
-            self._log.info("draining", jobs=self.held.num_live, grace_period=self._config.grace_period)
-            self._drain.set()
+            self._log.info("draining", jobs=jobs, grace_period=grace_period)
+            self._stop(release=False)
 
-    def stop_on_signals(self) -> None:
-        """Let SIGTERM and SIGINT request the stop. Call on the I/O loop's own thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
+    def stall(self) -> None:
+        """Any thread: the engine makes no progress. Take no more jobs, and let the leases lapse.
 
-    def _intake(self, queue: Queue) -> Intake:
+        What is finished is recorded as long as the process lives.
+        """
+        self._failed = self._stalled = True
+        self._leases.let_lapse()
+        self._on_loop(self._stop_claiming)
+
+    @property
+    def state(self) -> WorkerState:
+        if self._stalled:
+            return WorkerState.STALLED
+        return WorkerState.DRAINING if self._drain.is_set() else WorkerState.SERVING
+
+    @property
+    def num_unrecorded(self) -> int:
+        """Jobs that have ended and whose result Redis has not taken."""
+        return self.held.num_unrecorded
+
+    def stats(self) -> ServiceStats:
+        """For the metrics endpoint."""
+        is_paused = self._intake is not None and self._intake.is_paused
+        return ServiceStats(is_paused, self.held.num_unrecorded, self.held.unrecorded_bytes)
+
+    @property
+    def _name(self) -> str:
+        return self._first_report.name
+
+    def _make_intake(self, queue: Queue) -> Intake:
         return Intake(
             queue,
             self._admission,
             self.held,
-            worker=self._config.worker,
+            worker=self._name,
+            fingerprint=self._first_report.fingerprint,
             capacity=self._config.capacity,
             claim_ahead=self._config.claim_ahead,
-            stats=lambda: self.engine.stats,
-            reclaim_interval=self._config.lease / 3,
-            submit=self.engine.submit,
-            abort=self.engine.abort,
-            answer=self._answer,
+            engine=self.engine,
             changed=self._recorder.changed,
+            reclaim_interval=self._config.lease / 3,
+            answer=self._answer,
             claimed=self._observer.claimed,
+            unreachable=self._observer.unreachable,
         )
 
-    async def _publish_card(self, queue: Queue) -> None:
-        while True:
-            for pause in pauses():
-                try:
-                    await queue.publish_card(self._card)
-                    break
-                except QueueUnavailable as error:
-                    self._log.debug("card_not_published", reason=str(error))
-                    await asyncio.sleep(pause)
-            await asyncio.sleep(CARD_INTERVAL)
+    def _make_announcer(self, queue: Queue) -> Announcer:
+        return Announcer(queue, self._card, report=self._report, unreachable=self._observer.unreachable)
 
-    async def _close(self, queue: Queue) -> bool:
-        """The stop order of this module's heading."""
-        await self._until_empty(self._config.grace_period)
-        await asyncio.to_thread(self._stop_threads)
-        deadline = time.monotonic() + CLOSING_TIME
-        await self._by(deadline, self._all_recorded())
-        if self._failed:
-            # What broke the engine may be one of these jobs: their leases lapse, so that the
-            # attempt counts, and a job that breaks every worker ends among the dead letters.
-            return False
-        handed_back = await self._by(deadline, self._hand_back(queue))
-        if not handed_back or len(self.held):
-            self._log.error("not_handed_back", jobs=len(self.held), remedy="their leases will lapse")
-            return False
-        self._log.info("stopped")
-        return True
+    def _closing(self, queue: Queue, claiming: asyncio.Task[None], announcing: asyncio.Task[None]) -> Closing:
+        return Closing(
+            queue,
+            self.held,
+            worker=self._name,
+            grace_period=self._config.grace_period,
+            changed=self._recorder.changed,
+            release=self._release,
+            claiming=claiming,
+            announcing=announcing,
+            stop_threads=self._stop_threads,
+            may_hand_back=lambda: not self._failed,
+        )
 
-    async def _until_empty(self, timeout: float) -> None:
-        """Until nothing is held, `timeout` has passed, or there is no point in waiting."""
-        deadline = time.monotonic() + timeout
-        while len(self.held) and not self._release.is_set() and time.monotonic() < deadline:
-            self._recorder.changed.clear()
-            waits = [
-                asyncio.ensure_future(self._recorder.changed.wait()),
-                asyncio.ensure_future(self._release.wait()),
-            ]
-            remaining = max(0.0, deadline - time.monotonic())
-            await asyncio.wait(waits, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+    def _report(self) -> WorkerReport:
+        stats = self.engine.stats
+        now = {
+            "state": self.state,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "held": len(self.held),
+            "unrecorded": self.num_unrecorded,
+            "kv_usage": stats.kv_usage,
+            "uptime": time.monotonic() - self._began,
+        }
+        return self._first_report.model_copy(update=now)
 
-    async def _all_recorded(self) -> None:
-        while self.held.num_unrecorded:
-            self._recorder.changed.clear()
-            await self._recorder.changed.wait()
+    def _stop(self, *, release: bool) -> None:
+        """Drain, or hand back everything at once; the watchdog sees that it comes to an end."""
+        grace_period = 0.0 if release else self._config.grace_period
+        self.stop_by = time.monotonic() + grace_period + 2 * CLOSING_TIME
+        self._drain.set()
+        if release:
+            self._release.set()
 
-    async def _hand_back(self, queue: Queue) -> None:
-        renewals = self.held.live_renewals()
-        for pause in pauses():
-            try:
-                if renewals:
-                    await queue.release(self._config.worker, renewals)
-                await queue.remove_consumer(self._config.worker)
-            except QueueUnavailable as error:
-                self._log.warning("release_failed", reason=str(error), jobs=len(renewals))
-                await asyncio.sleep(pause)
-                continue
-            for renewal in renewals:
-                self.held.forget(request_id(renewal.job_id, renewal.attempt))
-            if renewals:
-                self._log.info("released", jobs=len(renewals))
-            return
-
-    async def _by(self, deadline: float, work: Awaitable[None]) -> bool:
-        try:
-            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                await work
-        except TimeoutError:
-            return False
-        return True
+    def _stop_claiming(self) -> None:
+        if self._intake is not None and self._announcer is not None:
+            self._intake.stop()
+            self._announcer.report_now()
 
     def _stop_threads(self) -> None:
         self.engine.stop()
@@ -253,6 +275,11 @@ class Service:
         task = asyncio.create_task(part, name=name)
         task.add_done_callback(self._task_ended)
         return task
+
+    def _on_loop(self, callback: Callable[[], object]) -> None:
+        """From any thread; of no more use if the loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
 
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Engine thread: take in what a step brought."""
@@ -266,7 +293,7 @@ class Service:
 
     def _wake_intake(self) -> None:
         """Any thread: there may be room for more jobs."""
-        self._loop.call_soon_threadsafe(self._recorder.changed.set)
+        self._on_loop(self._recorder.changed.set)
 
     def _write(self, held: HeldJob, output: StepOutput) -> None:
         """Writer thread: the answer of a job that the engine has finished."""
@@ -293,20 +320,16 @@ class Service:
 
     def _cancel(self, request: RequestId) -> None:
         """Lease thread: end a job now, with what there is of it."""
-        held = self.held.end(request)
+        held = self.held.cancel(request)
         if held is not None:
             self.engine.abort(request)
             self._answer(held, self._answers.cancelled(held))
+        self._wake_intake()
 
     def _fail(self) -> None:
         """Any thread: a part has broken; stop without waiting for jobs that cannot end."""
         self._failed = True
-
-        def stop() -> None:
-            self._drain.set()
-            self._release.set()
-
-        self._loop.call_soon_threadsafe(stop)
+        self._on_loop(partial(self._stop, release=True))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

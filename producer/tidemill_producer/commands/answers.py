@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,6 +17,7 @@ from tidemill_producer.commands.options import (
     QueueName,
     RedisUrl,
     Timeout,
+    print_fields,
     print_json,
     print_result,
     view_as_json,
@@ -52,7 +52,7 @@ def status(
     if as_json:
         print_json(view)
     else:
-        _print_fields(view)
+        print_fields(view)
 
 
 def cancel(
@@ -71,10 +71,3 @@ def cancel(
         print_json({"id": job_id, "outcome": outcome})
     else:
         print(outcome)
-
-
-def _print_fields(view: Mapping[str, Any]) -> None:
-    for name, value in view.items():
-        if value is not None and value != {}:
-            shown = ", ".join(value) if isinstance(value, dict) else value
-            print(f"{name:<20} {shown}")

@@ -24,6 +24,15 @@ RedisUrl = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, one object a line.")]
 JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `submit` printed it.")]
+WaitForRoom = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-room",
+        min=0.0,
+        metavar="SECONDS",
+        help="Go on trying this long while the queue is full; then exit status 6.",
+    ),
+]
 Timeout = Annotated[
     float | None,
     typer.Option("--timeout", min=0.0, metavar="SECONDS", help="Wait no longer than this; exit status 5."),
@@ -33,6 +42,14 @@ Timeout = Annotated[
 def print_json(value: Mapping[str, Any]) -> None:
     """One object on one line, flushed so that a reader of the pipe gets it now."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+    """A line for each that there is anything to say of."""
+    for name, value in fields.items():
+        if value is not None and value != {}:
+            shown = ", ".join(value) if isinstance(value, dict) else value
+            print(f"{name:<20} {shown}")
 
 
 def complain(message: str) -> None:

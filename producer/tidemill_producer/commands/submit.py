@@ -20,6 +20,7 @@ from tidemill_producer.commands.options import (
     QueueName,
     RedisUrl,
     Timeout,
+    WaitForRoom,
     complain,
     exit_code_of,
     headline,
@@ -74,6 +75,7 @@ def submit(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
     system: Annotated[str | None, typer.Option(help="The chat's system message; implies --chat.")] = None,
+    wait_for_room: WaitForRoom = 0.0,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the results and print them.")] = False,
     timeout: Timeout = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
@@ -118,10 +120,12 @@ def submit(
     with BlockingClient(redis_url, queue=queue) as client:
         if file is not None:
             jobs = JobsFile(file.name, file, defaults=fields, report=complain)
-            code = _submit_file(client, jobs, wait=waits, timeout=timeout, as_json=as_json)
+            ids = _submitted(client, jobs, wait_for_room=wait_for_room)
+            code = _submit_file(client, jobs, ids, wait=waits, timeout=timeout, as_json=as_json)
         else:
             job = Job.parse(fields | _given(id=job_id) | _input(prompt or "", chat=chat, system=system))
-            code = _submit_one(client, job, wait=waits, timeout=timeout, as_json=as_json)
+            client.submit(job, wait_for_room=wait_for_room)
+            code = _answer_one(client, job, wait=waits, timeout=timeout, as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -144,15 +148,14 @@ def _standard_input() -> str:
         raise InvalidJob(f"prompt: not UTF-8 (byte {error.start + 1})", field="prompt") from error
 
 
-def _submit_one(
+def _answer_one(
     client: BlockingClient, job: Job, *, wait: bool, timeout: float | None, as_json: bool
 ) -> ExitCode:
-    job_id = client.submit(job)
     if job.stream:
-        return _print_stream(client, job_id, n=job.params.n, timeout=timeout, as_json=as_json)
+        return _print_stream(client, job.id, n=job.params.n, timeout=timeout, as_json=as_json)
     if wait:
-        return print_result(client.result(job_id, timeout=timeout), as_json=as_json)
-    _print_id(client, job_id, as_json=as_json)
+        return print_result(client.result(job.id, timeout=timeout), as_json=as_json)
+    _print_id(client, job.id, as_json=as_json)
     return ExitCode.OK
 
 
@@ -178,9 +181,16 @@ def _print_texts(deltas: Iterable[Delta], n: int) -> None:
     others = [""] * n
     if n > 1:
         print(headline(0, n), flush=True)
+    printed = False
     for delta in deltas:
+        if delta.restart:
+            others = [""] * n
+            if printed:
+                print(flush=True)
+                complain("begun anew by another worker; what was printed so far is void")
         if delta.choice == 0:
             print(delta.text, end="", flush=True)
+            printed = True
         else:
             others[delta.choice] += delta.text
     print(flush=True)
@@ -189,25 +199,31 @@ def _print_texts(deltas: Iterable[Delta], n: int) -> None:
 
 
 def _submit_file(
-    client: BlockingClient, jobs: JobsFile, *, wait: bool, timeout: float | None, as_json: bool
+    client: BlockingClient,
+    jobs: JobsFile,
+    ids: Iterator[JobId],
+    *,
+    wait: bool,
+    timeout: float | None,
+    as_json: bool,
 ) -> ExitCode:
     code = ExitCode.OK
     if wait:
         with progress("answered") as advance:
-            for result in client.as_completed(_submitted(client, jobs), timeout=timeout):
+            for result in client.as_completed(ids, timeout=timeout):
                 print_json(result_as_json(result))
                 advance()
                 code = max(code, exit_code_of(result))
     else:
         with progress("submitted") as advance:
-            for job_id in _submitted(client, jobs):
+            for job_id in ids:
                 _print_id(client, job_id, as_json=as_json)
                 advance()
     return jobs.exit_code or code
 
 
-def _submitted(client: BlockingClient, jobs: JobsFile) -> Iterator[JobId]:
-    for job_id in client.submit_many(jobs, on_error=jobs.refused):
+def _submitted(client: BlockingClient, jobs: JobsFile, *, wait_for_room: float) -> Iterator[JobId]:
+    for job_id in client.submit_many(jobs, on_error=jobs.refused, wait_for_room=wait_for_room):
         jobs.accepted(job_id)
         yield job_id
 

@@ -1,0 +1,176 @@
+"""Waiting for room, against a queue whose limits the test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from tests.tidemill.factories import make_job
+from tidemill.errors import InvalidJob, QueueFull, QueueUnavailable
+from tidemill.jobs import Job
+from tidemill.submission import Outcome, Submission
+
+
+class LimitedQueue:
+    """Takes so many jobs, of each tenant and in all; refuses those whose prompt is `bad`."""
+
+    def __init__(self, room: float = math.inf, **of_tenants: int) -> None:
+        self.room = room
+        self.of_tenants = Counter(of_tenants)
+        self.tries: list[list[str]] = []
+        self.taken: list[str] = []
+
+    async def submit(self, jobs: Sequence[Job]) -> list[Outcome]:
+        self.tries.append([job.id for job in jobs])
+        outcomes = [self._outcome(job) for job in jobs]
+        await asyncio.sleep(0)
+        return outcomes
+
+    def _outcome(self, job: Job) -> Outcome:
+        if job.prompt == "bad":
+            return InvalidJob("bad")
+        if self.room <= 0:
+            return QueueFull("queue is full", limit=1)
+        if job.tenant in self.of_tenants and self.of_tenants[job.tenant] <= 0:
+            return QueueFull(f"tenant {job.tenant} is full", limit=1)
+        self.room -= 1
+        self.of_tenants.subtract([job.tenant] if job.tenant in self.of_tenants else [])
+        self.taken.append(job.id)
+        return job.id
+
+
+async def settle(queue: LimitedQueue, jobs: Sequence[Job], wait: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    async for settled in Submission(queue.submit, wait_for_room=wait).settle(jobs):
+        outcomes.update(settled)
+    return [outcomes[place] for place in range(len(jobs))]
+
+
+def make_jobs(count: int, **fields: object) -> list[Job]:
+    return [make_job(f"{fields.get('tenant', 'job')}-{number}", **fields) for number in range(count)]
+
+
+def ids(jobs: Sequence[Job]) -> list[str]:
+    return [job.id for job in jobs]
+
+
+async def test_without_waiting_there_is_one_try() -> None:
+    queue, jobs = LimitedQueue(room=2), make_jobs(4)
+    outcomes = await settle(queue, jobs, 0.0)
+    assert outcomes[:2] == ids(jobs[:2])
+    assert all(isinstance(outcome, QueueFull) for outcome in outcomes[2:])
+    assert queue.tries == [ids(jobs)]
+
+
+async def test_jobs_are_accepted_in_their_order_as_room_comes() -> None:
+    queue, jobs = LimitedQueue(room=3), make_jobs(40)
+    waiting = asyncio.create_task(settle(queue, jobs, 60.0))
+    while len(queue.taken) < len(jobs):
+        await asyncio.sleep(0.001)
+        queue.room = 1
+    assert await waiting == queue.taken == ids(jobs)
+
+
+async def test_a_full_queue_is_asked_for_one_job_at_a_time_and_room_is_filled_quickly() -> None:
+    """Given 200 refused jobs, the queue is not sent all of them again and again."""
+    queue, jobs = LimitedQueue(room=0), make_jobs(200)
+    waiting = asyncio.create_task(settle(queue, jobs, 60.0))
+    while len(queue.tries) < 4:
+        await asyncio.sleep(0.001)
+    assert [len(tried) for tried in queue.tries] == [200, 1, 1, 1]
+    queue.room = math.inf
+    await waiting
+    assert [len(tried) for tried in queue.tries[4:]] == [1, 2, 4, 8, 16, 32, 64, 73]
+
+
+async def test_only_refused_jobs_are_tried_again() -> None:
+    queue, jobs = LimitedQueue(room=2), [*make_jobs(3), make_job("bad", prompt="bad")]
+    waiting = asyncio.create_task(settle(queue, jobs, 60.0))
+    while len(queue.tries) < 2:
+        await asyncio.sleep(0.001)
+    queue.room = 10
+    outcomes = await waiting
+    assert {tuple(tried) for tried in queue.tries[1:]} == {("job-2",)}
+    assert isinstance(outcomes[3], InvalidJob)
+    assert outcomes[:3] == ids(jobs[:3])
+
+
+async def test_other_refusals_and_accepted_ids_are_told_before_room_is_waited_for() -> None:
+    queue, jobs = LimitedQueue(room=1), [*make_jobs(2), make_job("bad", prompt="bad")]
+    parts = Submission(queue.submit, wait_for_room=60.0).settle(jobs)
+    told = dict(await anext(parts))
+    assert set(told) == {0, 2}
+    assert isinstance(told[2], InvalidJob)
+    await parts.aclose()
+
+
+async def test_a_full_tenant_does_not_hold_up_the_others() -> None:
+    queue = LimitedQueue(acme=0)
+    jobs = [*make_jobs(3, tenant="acme"), *make_jobs(3, tenant="other")]
+    waiting = asyncio.create_task(settle(queue, jobs, 60.0))
+    while len(queue.taken) < 3:
+        await asyncio.sleep(0.001)
+    assert queue.taken == ids(jobs[3:])
+    queue.of_tenants["acme"] = 5
+    assert await waiting == ids(jobs)
+    assert queue.taken == [*ids(jobs[3:]), *ids(jobs[:3])]
+
+
+async def test_tenants_that_were_refused_for_the_queue_are_all_tried() -> None:
+    queue = LimitedQueue(room=0, acme=0)
+    jobs = [*make_jobs(50, tenant="acme"), *make_jobs(50, tenant="other")]
+    waiting = asyncio.create_task(settle(queue, jobs, 60.0))
+    while len(queue.tries) < 2:
+        await asyncio.sleep(0.001)
+    queue.room = math.inf
+    while len(queue.taken) < 50:
+        await asyncio.sleep(0.001)
+    assert queue.taken == ids(jobs[50:])
+    queue.of_tenants["acme"] = 50
+    await waiting
+
+
+async def test_the_time_limit_is_exact_and_ends_with_a_try_of_all() -> None:
+    queue, jobs = LimitedQueue(room=0), make_jobs(3)
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    outcomes = await settle(queue, jobs, 0.3)
+    assert clock() - began >= 0.3
+    assert all(isinstance(outcome, QueueFull) for outcome in outcomes)
+    assert queue.tries[0] == queue.tries[-1] == ids(jobs)
+    assert len(queue.tries) <= 8  # no pause is shorter than 25 ms, and they grow
+
+
+async def test_the_next_batch_begins_with_what_the_last_one_learned() -> None:
+    queue = LimitedQueue(room=0)
+    submission = Submission(queue.submit, wait_for_room=0.05)
+    async for _ in submission.settle(make_jobs(10)):
+        pass
+    queue.tries.clear()
+    queue.room = math.inf
+    async for _ in submission.settle(make_jobs(7)):
+        pass
+    assert [len(tried) for tried in queue.tries] == [1, 2, 4]
+
+
+async def test_an_outage_while_waiting_is_told() -> None:
+    queue = LimitedQueue(room=0)
+
+    async def away(jobs: Sequence[Job]) -> list[Outcome]:
+        if queue.tries:
+            raise QueueUnavailable("away")
+        return await queue.submit(jobs)
+
+    with pytest.raises(QueueUnavailable, match="away"):
+        async for _ in Submission(away, wait_for_room=60.0).settle(make_jobs(2)):
+            pass
+
+
+@pytest.mark.parametrize("wait", [-1.0, math.nan])
+def test_a_time_limit_that_is_none_is_refused(wait: float) -> None:
+    with pytest.raises(ValueError, match="wait_for_room must be at least 0 s"):
+        Submission(LimitedQueue().submit, wait_for_room=wait)
