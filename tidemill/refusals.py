@@ -19,6 +19,7 @@ from redis.exceptions import (
     MasterDownError,
     MovedError,
     NoPermissionError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -46,6 +47,7 @@ _REASONS: tuple[tuple[type[RedisError], str], ...] = (
     (AuthorizationError, "refuses the credentials"),
     (NoPermissionError, _DENIED),
     (BusyLoadingError, "is loading its data"),
+    (NoScriptError, "keeps losing its scripts"),
     (OutOfMemoryError, "is out of memory"),
     (ReadOnlyError, "is a read-only replica"),
     (MasterDownError, "has lost its primary"),
@@ -68,7 +70,6 @@ _REFUSALS = {
     "NOAUTH": "refuses the credentials",
     "WRONGPASS": "refuses the credentials",
     "BUSY": "is busy with somebody's script",
-    "NOSCRIPT": "keeps losing its scripts",
     "UNBLOCKED": "has become a replica",
 }
 

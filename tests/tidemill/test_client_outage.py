@@ -79,6 +79,7 @@ async def test_passwords_missing_and_wrong_are_told_apart_from_outages() -> None
     [
         (b"-LOADING Redis is loading the dataset in memory\r\n", "loading"),
         (b"-READONLY You can't write against a read only replica.\r\n", "read-only replica"),
+        (b"-NOSCRIPT No matching script.\r\n", "keeps losing its scripts"),
         (b"-MISCONF Redis is configured to save RDB snapshots\r\n", "cannot save its data"),
     ],
 )

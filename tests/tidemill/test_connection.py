@@ -56,7 +56,7 @@ def test_the_address_names_no_credentials() -> None:
         (exceptions.OutOfMemoryError("OOM"), "is out of memory"),
         (exceptions.ReadOnlyError("READONLY"), "is a read-only replica"),
         (exceptions.ResponseError("MISCONF disk"), "cannot save its data"),
-        (exceptions.NoScriptError("NOSCRIPT none"), "keeps losing its scripts"),
+        (exceptions.NoScriptError("No matching script."), "keeps losing its scripts"),
         (exceptions.ClusterDownError("CLUSTERDOWN"), "belongs to a cluster that is down"),
         (exceptions.MasterDownError("MASTERDOWN"), "has lost its primary"),
         (exceptions.MovedError("9 b:1"), "does not hold this queue"),
