@@ -211,6 +211,7 @@ class WorkerProcesses:
         port = self._free_port()
         arguments = ["worker", *command_line({**self._flags, "metrics_port": port, **flags})]
         log = self._folder / f"worker-{len(self.started)}.log"
+        log.touch()  # a process that is killed at once leaves an empty one
         process = self._context.Process(
             target=_work, args=(command or self._command, arguments, log), daemon=True
         )

@@ -1,0 +1,5 @@
+"""Faults of every kind, against real processes and real servers."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.faults.invariants")
