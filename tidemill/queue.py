@@ -81,6 +81,7 @@ class Queue:
         self._version = wire_version
         self._series = secrets.token_hex(8)
         self._answered: Counter[tuple[Move, str]] = Counter()
+        self._unanswered: set[tuple[Move, str]] = set()
         self._taking = asyncio.Lock()
         self._bell = "0"
 
@@ -229,17 +230,24 @@ class Queue:
         """Take up to `room` jobs whose lease has lapsed, as `claim` does; bury those past `max_attempts`.
 
         Takes none within one lease of a start of the server, or of the end of an outage seen by
-        this queue: leases ran on meanwhile, and their holders must get the time to renew.
+        this queue: leases ran on meanwhile, and their holders must get the time to renew. What a call
+        without a reply has taken is returned all the same.
         """
-        if room <= 0 or await self._link.lately_restored():
+        if room <= 0:
             return []
+        if await self._link.lately_restored():
+            if (Move.RECLAIM, worker) not in self._unanswered:
+                return []
+            room = 0
         return await self._take(Move.RECLAIM, worker, room, fingerprint)
 
     async def _take(self, move: Move, worker: str, room: int, *arguments: str) -> list[Claimed]:
         async with self._taking:  # two calls under one request would be given the same jobs
             request = f"{self._series}:{self._answered[move, worker]}"
+            self._unanswered.add((move, worker))
             reply = await self._link.one(move, worker, request, room, self._version, *arguments)
             self._answered[move, worker] += 1
+            self._unanswered.discard((move, worker))
         taken = []
         for fields in reply:
             try:

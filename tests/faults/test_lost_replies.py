@@ -92,7 +92,8 @@ async def test_of_a_reclaim(behind: Place, proxy: Proxy, answers: Answers) -> No
     lost = lose_replies(proxy, Move.RECLAIM)
     await behind.start_ready()
     await all_of(lost)
-    await assert_undisturbed(behind, jobs, answers(jobs))
+    results = await assert_undisturbed(behind, jobs, answers(jobs))
+    assert [result.attempts for result in results] == [2, 2, 2, 2]
     await assert_delivered(behind)
 
 
