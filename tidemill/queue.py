@@ -246,14 +246,15 @@ class Queue:
             request = f"{self._series}:{self._answered[move, worker]}"
             self._unanswered.add((move, worker))
             reply = await self._link.one(move, worker, request, room, self._version, *arguments)
+            taken = []
+            for fields in reply:
+                try:
+                    taken.append(wire.claimed(fields))
+                except ValueError as error:
+                    await self._refuse(worker, fields, error)
+            # Not before: if a refusal did not get through, the others of this reply are asked for again.
             self._answered[move, worker] += 1
             self._unanswered.discard((move, worker))
-        taken = []
-        for fields in reply:
-            try:
-                taken.append(wire.claimed(fields))
-            except ValueError as error:
-                await self._refuse(worker, fields, error)
         return taken
 
     async def _refuse(self, worker: str, fields: Sequence[Any], error: ValueError) -> None:

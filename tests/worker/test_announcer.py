@@ -7,6 +7,7 @@ import asyncio
 from tests.tidemill.servers import running, valkey_binary
 from tests.worker.factories import FakeEngine, Place, eventually, make_job, opener, running_worker
 from tidemill.client import Client
+from tidemill.jobs import Status
 from tidemill.registry import WorkerReport, WorkerState
 
 
@@ -55,3 +56,14 @@ async def test_a_worker_that_comes_back_from_an_outage_is_listed_again() -> None
             worker.service._announcer.report_now()  # type: ignore[union-attr]
             await asyncio.to_thread(server.start)
             await report_that_says(place, WorkerState.SERVING)
+
+
+async def test_what_redis_will_not_hear_does_not_end_the_worker(client: Client, place: Place) -> None:
+    """A foreign hand has put something in the card's place."""
+    async with opener(place)() as queue:
+        await queue._link.redis.set(queue.keys.card, "foreign")
+        async with running_worker(place) as worker:
+            await report_that_says(place, WorkerState.SERVING)
+            job_id = await client.submit(make_job("Mill"))
+            assert (await client.result(job_id, timeout=20)).status is Status.SUCCEEDED
+            assert not worker.task.done()

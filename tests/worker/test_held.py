@@ -258,6 +258,14 @@ def test_a_job_claimed_again_supersedes_the_old_attempt() -> None:
     assert (renewal.attempt, renewal.deltas) == (2, (make_delta(0, 9),))
 
 
+def test_an_old_attempt_that_has_ended_is_not_renewed_beside_the_new_one() -> None:
+    """What is lost is said of a job: it would cost the new attempt its lease."""
+    old, new = make_held(ended=True), make_held(attempt=2)
+    held = holding(old)
+    assert held.hold(new) == []
+    assert [renewal.attempt for renewal in held.renewals(everything=True)] == [2]
+
+
 def test_renewals_say_how_long_the_prompt_is() -> None:
     """Its tenant is charged for it with the first token, not only when the job has ended."""
     job = make_held()

@@ -46,6 +46,18 @@ class ScriptedQueue:
         return RenewOutcome(cancelled=frozenset(cancelled))
 
 
+class SilentAtFirst(ScriptedQueue):
+    """Gives no answer to the first call."""
+
+    _was_asked = False
+
+    async def renew(self, worker: str, renewals: Sequence[Renewal]) -> RenewOutcome:
+        if not self._was_asked:
+            self._was_asked = True
+            await asyncio.Event().wait()
+        return await super().renew(worker, renewals)
+
+
 def make_keeper(
     queue: Any, told: list[str], *held_jobs: HeldJob, interval: float = 0.01, stream_interval: float = 0.01
 ) -> LeaseKeeper:
@@ -76,7 +88,7 @@ def test_a_renewal_without_an_answer_does_not_hold_up_the_stop(monkeypatch: pyte
     """A server that hangs must not make a stopping worker hang (bullmq#2430)."""
     monkeypatch.setattr("tidemill_worker.leases.JOIN_TIMEOUT", 0.05)
     queue, failures = SilentQueue(), []
-    keeper = make_keeper(queue, failures, make_held())
+    keeper = make_keeper(queue, failures, make_held(), interval=60.0)
     with capture_logs() as logs:
         keeper.start()
         assert queue.asked.wait(10)
@@ -85,6 +97,15 @@ def test_a_renewal_without_an_answer_does_not_hold_up_the_stop(monkeypatch: pyte
     assert failures == []
     assert [entry["event"] for entry in logs] == ["renewal_abandoned"]
     keeper.stop()  # harmless
+
+
+async def test_a_renewal_without_an_answer_is_tried_again_before_the_lease_is_over() -> None:
+    """Its connection has gone silent; the next one works."""
+    queue = SilentAtFirst(set())
+    keeper = make_keeper(queue, [], make_held(), interval=0.2)
+    keeper.start()
+    await eventually(lambda: queue.renewed)
+    keeper.stop()
 
 
 async def test_a_cancellation_is_heard_between_renewals() -> None:

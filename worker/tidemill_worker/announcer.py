@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import structlog
+from redis.exceptions import RedisError
 
 from tidemill.card import ModelCard
 from tidemill.errors import QueueUnavailable
@@ -69,7 +70,7 @@ class Announcer:
                     await self._news.wait()
 
     async def _told(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Go on trying until Redis has heard it."""
+        """Go on trying until Redis has heard it. What it will not hear, a worker can do without."""
         for pause in pauses():
             try:
                 return await tell()
@@ -77,3 +78,6 @@ class Announcer:
                 self._unreachable(error)
                 self._log.debug("not_announced", reason=str(error))
                 await asyncio.sleep(pause)
+            except RedisError as error:
+                self._log.warning("not_announced", reason=str(error))
+                return

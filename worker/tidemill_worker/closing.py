@@ -69,6 +69,7 @@ class Closing:
         if not self._may_hand_back():
             return False
         self._announcing.cancel()
+        await _by(deadline, _ended(self._announcing))
         handed_back = await _by(deadline, self._hand_back())
         if not handed_back or len(self._held):
             self._log.error("not_handed_back", jobs=len(self._held), remedy="their leases will lapse")
@@ -113,6 +114,10 @@ class Closing:
             if renewals:
                 self._log.info("released", jobs=len(renewals))
             return
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
 
 
 async def _by(deadline: float, work: Awaitable[None]) -> bool:

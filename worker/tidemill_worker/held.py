@@ -196,11 +196,13 @@ class HeldJobs:
         """Take responsibility for a job just claimed; its lease is renewed from now on.
 
         Returns:
-            Earlier attempts at it that were live here: their leases are gone, they have ended.
+            Earlier attempts at it that were live here: their leases are gone, they have ended. Those whose
+            result is still on its way are let go of too: to renew them would be answered by "lost".
         """
         with self._lock:
-            superseded = [other for other in self._jobs.values() if other.id == job.id and not other.ended]
-            for other in superseded:
+            others = [other for other in self._jobs.values() if other.id == job.id]
+            superseded = [other for other in others if not other.ended]
+            for other in others:
                 other.ended = True
                 del self._jobs[other.request_id]
             self._jobs[job.request_id] = job

@@ -92,6 +92,8 @@ class LeaseKeeper:
             asyncio.run(self._keep())
         except asyncio.CancelledError:
             self._log.warning("renewal_abandoned", jobs=len(self._held))
+            if not self._stopping.is_set():
+                self._on_failure()
         except Exception:
             self._log.exception("lease_keeper_failed")
             self._on_failure()
@@ -115,7 +117,7 @@ class LeaseKeeper:
             return True
         renewals = self._held.renewals(everything=everything)
         try:
-            outcome = await queue.renew(self._worker, renewals)
+            outcome = await self._answer_of(queue, renewals)
         except QueueUnavailable as error:
             self._on_unreachable(error)
             if not self._unreachable:
@@ -128,6 +130,15 @@ class LeaseKeeper:
         self._held.confirm(renewals)
         self._take_to_heart(renewals, outcome)
         return True
+
+    async def _answer_of(self, queue: Queue, renewals: Sequence[Renewal]) -> RenewOutcome:
+        """In time for another try before any lease is over, should this one stay without an answer."""
+        patience = self._interval / 2
+        try:
+            async with asyncio.timeout(patience):
+                return await queue.renew(self._worker, renewals)
+        except TimeoutError as error:
+            raise QueueUnavailable(f"no answer to a renewal within {patience:g} s") from error
 
     def _take_to_heart(self, renewals: Sequence[Renewal], outcome: RenewOutcome) -> None:
         """Pass on what it brought; it may also name a job whose claim is on its way here.

@@ -256,7 +256,8 @@ class Service:
     def _stop(self, *, release: bool) -> None:
         """Drain, or hand back everything at once; the watchdog sees that it comes to an end."""
         grace_period = 0.0 if release else self._config.grace_period
-        self.stop_by = time.monotonic() + grace_period + 2 * CLOSING_TIME
+        stop_by = time.monotonic() + grace_period + 2 * CLOSING_TIME
+        self.stop_by = stop_by if self.stop_by is None else min(self.stop_by, stop_by)
         self._drain.set()
         if release:
             self._release.set()
@@ -286,7 +287,7 @@ class Service:
         for held, output in self.held.record(outputs):
             self._observer.progressed(held, output)
             if output.finished:
-                self._writer.submit(self._write, held, output)
+                self._writer.submit(self._write, held, partial(self._answers.generated, held, output))
         before, self._num_without_room = self._num_without_room, self.engine.stats.num_without_room
         if self._num_without_room < before:
             self._wake_intake()
@@ -295,10 +296,10 @@ class Service:
         """Any thread: there may be room for more jobs."""
         self._on_loop(self._recorder.changed.set)
 
-    def _write(self, held: HeldJob, output: StepOutput) -> None:
-        """Writer thread: the answer of a job that the engine has finished."""
+    def _write(self, held: HeldJob, result: Callable[[], Result]) -> None:
+        """Writer thread: the answer of a job that the engine has finished, or that was cancelled."""
         try:
-            self._answer(held, self._answers.generated(held, output))
+            self._answer(held, result())
         except Exception:
             self._log.exception("answer_failed", job=held.id)
             self.held.forget(held.request_id)
@@ -323,7 +324,7 @@ class Service:
         held = self.held.cancel(request)
         if held is not None:
             self.engine.abort(request)
-            self._answer(held, self._answers.cancelled(held))
+            self._writer.submit(self._write, held, partial(self._answers.cancelled, held))
         self._wake_intake()
 
     def _fail(self) -> None:
