@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError
 
 from tidemill import wire
 from tidemill.connection import MAX_BLOCK, blocking_twin
 from tidemill.errors import QueueUnavailable
 from tidemill.moves import QueueSettings
-from tidemill.refusals import is_outage, refusals_explained
+from tidemill.refusals import refusals_explained
 from tidemill.scripts import Move, load_scripts
 
 
@@ -101,7 +101,8 @@ class Link:
             with refusals_explained(self.redis, self._blocking):
                 yield
         except QueueUnavailable as refusal:
-            if isinstance(refusal.__cause__, RedisError) and is_outage(refusal.__cause__):
+            # Whoever refuses one refuses renewals too, except a full server, which takes them.
+            if not isinstance(refusal.__cause__, OutOfMemoryError):
                 self._outage = True
             raise
         if self._outage:

@@ -74,8 +74,8 @@ _REFUSALS = {
 }
 
 
-def is_outage(error: RedisError) -> bool:
-    """Whether after this error the server may have been away for everybody."""
+def _is_outage(error: RedisError) -> bool:
+    """Whether another server may be the right one by now, or a connection have gone dead."""
     return isinstance(error, _OUTAGES) or _first_word(error) in _ELSEWHERE
 
 
@@ -106,7 +106,7 @@ def refusals_explained(redis: Redis, *others: Redis) -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        if is_outage(error):
+        if _is_outage(error):
             for client in (redis, *others):
                 _distrust(client)
         explained = unavailable(error, redis)

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from tests.tidemill.audit import Audit
 from tests.tidemill.factories import (
@@ -178,6 +179,24 @@ async def test_no_reclaim_within_a_lease_of_ones_own_reconnect(valkey: Server, q
         now += queue.settings.lease / 2
         assert await queue.reclaim(OTHER, 5) == []
         now += queue.settings.lease
+        assert [job.job_id for job in await queue.reclaim(OTHER, 5)] == ["a"]
+
+
+async def test_no_reclaim_within_a_lease_of_a_time_in_which_nothing_could_be_written(
+    valkey: Server, queue_name: str
+) -> None:
+    """Their holders were refused their renewals as well."""
+    now = 0.0
+    async with queue_at(valkey.url, queue_name) as ordinary:
+        queue = Queue(ordinary._link.redis, queue_name, ordinary.settings, clock=lambda: now)
+        await submit_and_claim(queue)
+        await lapse(queue._link.redis, queue, "a")
+        with pytest.raises(QueueUnavailable):
+            async with queue._link.reachable():
+                raise ResponseError("MISCONF Redis is configured to save snapshots, but cannot")
+
+        assert await queue.reclaim(OTHER, 5) == []
+        now += 1.5 * queue.settings.lease
         assert [job.job_id for job in await queue.reclaim(OTHER, 5)] == ["a"]
 
 
