@@ -184,19 +184,22 @@ class BlockingClient:
             return self._loop
 
     def _iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        turn = asyncio.Lock()
         try:
-            while (item := self._call(_next(items))) is not None:
+            while (item := self._call(_next(items, turn))) is not None:
                 yield item
         finally:
-            self._call(_close(items))
+            self._call(_close(items, turn))
 
 
-async def _next(items: AsyncGenerator[T, None]) -> T | None:
-    return await anext(items, None)
+async def _next(items: AsyncGenerator[T, None], turn: asyncio.Lock) -> T | None:
+    async with turn:
+        return await anext(items, None)
 
 
-async def _close(items: AsyncGenerator[T, None]) -> None:
-    await items.aclose()
+async def _close(items: AsyncGenerator[T, None], turn: asyncio.Lock) -> None:
+    async with turn:  # a step that was interrupted may still be on its way out
+        await items.aclose()
 
 
 async def _walked_elsewhere(items: Iterable[T]) -> AsyncGenerator[T, None]:

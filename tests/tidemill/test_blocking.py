@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -53,6 +55,29 @@ def test_a_job_is_answered(client: BlockingClient) -> None:
     job_id = client.submit(make_job("a", prompt="echo"))
     assert client.result(job_id, timeout=10).text == "echo"
     assert client.status(job_id).state is JobState.DONE
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Strikes the main thread, as Ctrl-C does, a moment after it is called."""
+
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, strike)
+    yield threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupted_wait_ends_as_interrupted(
+    client: BlockingClient, interrupt: Callable[[], None]
+) -> None:
+    """Not in an error of the iteration, which was still on its way out when it was closed."""
+    job_ids = [client.submit(make_job(f"j{number}")) for number in range(3)]
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        list(client.as_completed(job_ids))
+    assert client.status(job_ids[0]).state is JobState.WAITING
 
 
 @pytest.mark.usefixtures("worker")
