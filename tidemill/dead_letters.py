@@ -12,7 +12,8 @@ from tidemill.jobs import Job
 from tidemill.link import Link
 from tidemill.moves import DeadLetter
 
-ENTRY_ID = re.compile(r"\d+-\d+")
+ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
+"""Redis's ids end where 64 bits do, a little beyond this; more digits are the id of a job, or nonsense."""
 
 PAGE = 10
 """Letters read at a time when one is looked for; each may carry as much as a job may."""

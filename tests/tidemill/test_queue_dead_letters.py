@@ -21,6 +21,7 @@ from tidemill.moves import JobState
 from tidemill.queue import Queue
 
 A = JobId("a")
+LONG_ID = JobId("99999999999999999999999-0")
 
 
 async def bury(queue: Queue, redis: Redis, job_id: str = A, **fields: object) -> None:
@@ -57,9 +58,10 @@ async def test_a_dead_letter_is_found_by_its_entry_and_by_its_job(queue: Queue, 
 
 
 async def test_of_several_letters_of_one_job_the_newest_is_found(queue: Queue, redis: Redis) -> None:
-    """An id may be used again once its result has expired. It may also look like the id of an entry."""
+    """An id may be used again once its result has expired. It may also look like the id of an entry, or like
+    that of none that Redis could have given."""
     for failures in range(2 * PAGE + 1):
-        for job_id in ("7-7", "other"):
+        for job_id in ("7-7", LONG_ID):
             await redis.xadd(queue.keys.dead, {"id": job_id, "payload": "", "failures": failures})
     await redis.expire(queue.keys.dead, 60)
 
@@ -67,6 +69,9 @@ async def test_of_several_letters_of_one_job_the_newest_is_found(queue: Queue, r
 
     assert found is not None
     assert (found.job_id, found.failures) == ("7-7", 2 * PAGE)
+    found = await queue.dead_letter(LONG_ID)
+    assert found is not None
+    assert (found.job_id, found.failures) == (LONG_ID, 2 * PAGE)
     assert await queue.dead_letter("ghost") is None
 
 
