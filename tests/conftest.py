@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 COMPUTE = {
     # Two test processes share two cores: threads that spin while they wait would fight over them.
@@ -32,13 +33,14 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_signal_handlers() -> Iterator[None]:
-    """A worker's command catches signals for as long as its process lives, which here is the tests' own."""
+def process_as_before() -> Iterator[None]:
+    """A worker's command takes over signals and logs of its process, which here is that of all tests."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ from tidemill_worker.doctor import PACKAGES, Verdict, examine
 from tidemill_worker.embedded import embedded_valkey
 from tidemill_worker.logs import configure_logs
 from tidemill_worker.settings import WorkerSettings, load_settings
-
-
-@pytest.fixture(autouse=True)
-def _logs_as_before() -> Iterator[None]:
-    """A command owns the logs of the process that it runs in."""
-    yield
-    structlog.reset_defaults()
 
 
 def closed_port() -> int:
