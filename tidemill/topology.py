@@ -145,4 +145,4 @@ async def _slot_ranges(node: Redis) -> list[tuple[range, Address]]:
 
 async def _raw(node: Redis, *command: str) -> Any:
     """The reply as the server gave it."""
-    return await node.execute_command(*command)  # type: ignore[no-untyped-call]
+    return await node.execute_command(*command)  # type: ignore[no-untyped-call]  # in redis-py

@@ -56,7 +56,7 @@ def make_fleet(
 ) -> tuple[Fleet, FakeProcesses]:
     processes = FakeProcesses()
     wires = [Mock(url=url) for url in urls]
-    fleet = Fleet(processes, wires, queue="soak", patience=patience)  # type: ignore[arg-type]
+    fleet = Fleet(processes, wires, queue="soak", patience=patience)
     fleet.start()
     return fleet, processes
 

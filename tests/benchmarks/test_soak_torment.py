@@ -109,7 +109,7 @@ class FakeServer:
 
 def make_tormentor() -> tuple[Tormentor, FakeFleet, FakeServer, list[Mock]]:
     fleet, server, wires = FakeFleet(), FakeServer(), [Mock() for _ in range(WORKERS + 1)]
-    return Tormentor(fleet, server, wires), fleet, server, wires  # type: ignore[arg-type]
+    return Tormentor(fleet, server, wires), fleet, server, wires
 
 
 def soon(*blows: Blow, seconds: float = 0.0) -> Sequence[Planned]:

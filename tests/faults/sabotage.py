@@ -55,7 +55,7 @@ class Sabotaged:
         _shift_clock(self.clock)
         _slow_down(self.step_seconds)
         if self.name is not None:
-            app.Service = partial(_renamed, app.Service, self.name)  # type: ignore[misc, assignment]
+            app.Service = partial(_renamed, app.Service, self.name)
         if self.fatal:
             _obey_ids()
         return run_worker(arguments)
@@ -69,14 +69,14 @@ def _renamed(make: Callable[..., Any], alias: str, *args: Any, report: WorkerRep
 def _shift_clock(seconds: float) -> None:
     wall_clock, calendar = time.time, datetime.datetime
 
-    class ShiftedCalendar(calendar):  # type: ignore[misc, valid-type]
+    class ShiftedCalendar(calendar):
         @classmethod
         def now(cls, tz: datetime.tzinfo | None = None) -> Any:
             return calendar.now(tz) + datetime.timedelta(seconds=seconds)
 
     if seconds:
         time.time = lambda: wall_clock() + seconds
-        datetime.datetime = ShiftedCalendar  # type: ignore[misc]
+        datetime.datetime = ShiftedCalendar
 
 
 def _slow_down(seconds: float) -> None:
@@ -86,7 +86,7 @@ def _slow_down(seconds: float) -> None:
         time.sleep(seconds)
         return step(engine)
 
-    Engine.step = slow_step  # type: ignore[method-assign]
+    Engine.step = slow_step
 
 
 def _obey_ids() -> None:

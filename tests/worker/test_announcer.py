@@ -53,7 +53,7 @@ async def test_a_worker_that_comes_back_from_an_outage_is_listed_again() -> None
         async with running_worker(place) as worker:
             await report_that_says(place, WorkerState.SERVING)
             await asyncio.to_thread(server.kill)
-            worker.service._announcer.report_now()  # type: ignore[union-attr]
+            worker.service._announcer.report_now()
             await asyncio.to_thread(server.start)
             await report_that_says(place, WorkerState.SERVING)
 

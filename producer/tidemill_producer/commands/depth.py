@@ -11,17 +11,12 @@ import typer
 from tidemill.client import DEFAULT_URL, Client
 from tidemill.discovery import queue_names
 from tidemill.moves import QueueDepth
-from tidemill_producer.commands.options import AsJson, RedisUrl, print_json
+from tidemill_producer.commands.options import AsJson, Queues, RedisUrl, print_json
 from tidemill_producer.commands.prometheus import exposition
 
 
 def queue(
-    queues: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--queue", "-q", metavar="NAME", help="Only this one; may be given again. Default: all."
-        ),
-    ] = None,
+    queues: Queues = None,
     redis_url: RedisUrl = DEFAULT_URL,
     as_json: AsJson = False,
     prometheus: Annotated[

@@ -18,6 +18,10 @@ QueueName = Annotated[
     str,
     typer.Option("--queue", "-q", envvar="TIDEMILL_QUEUE", help="The queue, usually named after its model."),
 ]
+Queues = Annotated[
+    list[str] | None,
+    typer.Option("--queue", "-q", metavar="NAME", help="Only this one; may be given again. Default: all."),
+]
 RedisUrl = Annotated[
     str,
     typer.Option("--redis-url", envvar="REDIS_URL", help="redis://[user:password@]host[:port][/database]"),

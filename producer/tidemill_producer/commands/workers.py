@@ -17,7 +17,7 @@ from tidemill.client import DEFAULT_URL, Client
 from tidemill.discovery import queue_names
 from tidemill.errors import QueueUnavailable
 from tidemill.registry import WorkerReport, WorkerState, WorkerView
-from tidemill_producer.commands.options import AsJson, RedisUrl, complain, print_json
+from tidemill_producer.commands.options import AsJson, Queues, RedisUrl, complain, print_json
 from tidemill_producer.commands.table import cell, make_console, make_table
 
 STYLES = {WorkerState.SERVING: "green", WorkerState.DRAINING: "yellow", WorkerState.STALLED: "bold red"}
@@ -27,12 +27,7 @@ LATE = 2.0
 
 
 def workers(
-    queues: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--queue", "-q", metavar="NAME", help="Only this one; may be given again. Default: all."
-        ),
-    ] = None,
+    queues: Queues = None,
     redis_url: RedisUrl = DEFAULT_URL,
     watch: Annotated[
         float | None,
