@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,8 +21,8 @@ from batching import (
     plot,
     print_contenders,
 )
-from batching_worker import SETTINGS, Batching, BatchingWorker, Kind, set_scratch_aside
-from response_times import Offered
+from batching_worker import SETTINGS, Batching, BatchingWorker, Kind, Served, set_scratch_aside
+from response_times import Offered, poisson_arrivals
 from static_batching import StaticScheduler
 from workload import CHAT, Piece, make_workload
 
@@ -60,6 +62,36 @@ def legend_of(group: ElementTree.Element) -> dict[str, str]:
         "".join(text.itertext()).strip(): re.findall(r"stroke: (#\w+)", line[0].attrib["style"])[0]
         for text, line in zip(texts, lines, strict=True)
     }
+
+
+class FromRate(Bench):
+    """Its P99 response time is told by the rate at which jobs arrive: 1 s at one a second."""
+
+    def _offer(self, pieces: Sequence[Piece], arrivals: Sequence[float]) -> Offered:
+        rate = poisson_arrivals(1.0, len(arrivals))[-1] / arrivals[-1]
+        return Offered((rate,) * 4, 1.0, num_output_tokens=1, num_useful_tokens=1)
+
+
+class Open(BatchingWorker):
+    """Serves whatever comes, by doing nothing."""
+
+    def __init__(self) -> None:
+        """It has no process."""
+
+    @contextmanager
+    def serving(self, batching: Batching) -> Iterator[Served]:
+        yield Served()
+
+
+@pytest.mark.parametrize(
+    ("unloaded", "shares"), [(0.3, [0.5, 0.75]), (0.5, list(FULL.loads[:4])), (9.0, FULL.loads)]
+)
+def test_loads_rise_until_one_passes_the_bound(unloaded: float, shares: Sequence[float]) -> None:
+    contender = Contender(Batching(Kind.PADDED, 8), Offered((1.0,), 1.0, 1, 1), useful=1.0)
+    FromRate(Open(), "redis://nowhere", "none").load(contender, unloaded, [], FULL)
+    (first, *offered) = contender.loads
+    assert first == (0.0, unloaded)
+    assert offered == [(pytest.approx(share), pytest.approx(share)) for share in shares]
 
 
 def test_ratios_are_of_continuous_over_static() -> None:
@@ -161,10 +193,6 @@ def test_jobs_are_greedy_and_as_long_as_they_are_drawn() -> None:
 
 
 def test_a_single_size_needs_no_comparison() -> None:
-    class Idle(BatchingWorker):
-        def __init__(self) -> None:
-            """It would fail at any use."""
-
-    bench = Bench(Idle(), "redis://nowhere", "none")
+    bench = Bench(Open(), "redis://nowhere", "none")  # to ask would fail: nobody listens
     assert bench.best(Kind.PADDED, [], QUICK) == Batching(Kind.PADDED, 16)
     assert bench.best(Kind.CONTINUOUS, [], FULL) == Batching(Kind.CONTINUOUS, 64)
