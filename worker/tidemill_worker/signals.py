@@ -1,21 +1,24 @@
-"""What SIGTERM and SIGINT mean to a worker, from the first instant of its process to the last.
+"""What SIGTERM and SIGINT mean to a worker, from early in its process to the last instant.
 
 The process may be PID 1 of a container, for which the kernel knows no default action: without a handler
-it would not hear of a signal at all. So one is installed before anything heavy is imported.
+it would not hear of a signal at all. So one is installed before anything heavy is imported. The interpreter
+and what all commands share, pydantic among it, come first: a signal in these tenths of a second still has
+the default action, which is none for PID 1.
+
+A handler is called between two bytecodes of the main thread: as long as that is in native code, nothing is
+heard.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
-START_EXIT_TIME = 3.0
-"""Seconds in which an interrupted start has to clean up behind it. Then the process ends as it is: what was
-interrupted may have swallowed the exception, as finalizers do, or be deep in native code."""
 
 
 class StopSignals:
@@ -26,17 +29,10 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._respond: Callable[[], object] = self._abandon_start
-        self._abandoned = False
+        self._respond: Callable[[], object] = _abandon_start
 
     def pass_to(self, respond: Callable[[], object]) -> None:
-        """From now on call `respond` at each signal: on the main thread, between any two instructions.
-
-        Raises:
-            SystemExit: there was a signal before, and whatever it interrupted has swallowed that.
-        """
-        if self._abandoned:
-            raise SystemExit(0)
+        """From now on call `respond` at each signal: on the main thread, between any two instructions."""
         self._respond = respond
 
     def ignore(self) -> None:
@@ -48,14 +44,18 @@ class StopSignals:
         """A signal has come."""
         self._respond()
 
-    def _abandon_start(self) -> None:
-        if self._abandoned:
-            return
-        self._abandoned = True
-        last_resort = threading.Timer(START_EXIT_TIME, os._exit, (0,))
-        last_resort.daemon = True
-        last_resort.start()
-        raise SystemExit(0)
+
+def _abandon_start() -> None:
+    """End the process as it is: a worker that has not begun to serve holds nothing.
+
+    An exception instead would come out of whatever runs at this instant. Finalizers swallow it, and native
+    code that called back into Python goes on without what it asked for: the process then ends in a fault, or
+    not at all.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # it may be closed, or in the middle of writing
+            stream.flush()
+    os._exit(0)
 
 
 def catch_stop_signals() -> StopSignals:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
@@ -85,6 +88,65 @@ def test_a_file_is_converted_once(gguf: Path, tmp_path: Path, monkeypatch: pytes
     # Another file under the same name is another model.
     gguf.write_bytes(b"GGUF" + bytes(999) + b"x")
     assert locate(str(gguf), tmp_path / "cache") != folder
+
+
+def test_what_a_killed_conversion_left_is_removed(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as large as a model; and nobody would ever look at it."""
+    partial: list[Path] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        partial.append(folder)
+        pretend_to_convert(gguf, folder)
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    folder = locate(str(gguf), tmp_path / "cache")
+    folder.rename(partial[0])  # as if it had been killed just before the end
+    assert locate(str(gguf), tmp_path / "cache") == folder
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert partial[1] != partial[0]
+
+
+def test_one_process_converts_while_others_wait(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    conversions: list[Path] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        conversions.append(folder)
+        descriptor = os.open(cache, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # as another process, that would wait here
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+        pretend_to_convert(gguf, folder)
+
+    def wait(descriptor: int, operation: int) -> None:
+        """Meanwhile another process has converted it."""
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", flock)
+            locate(str(gguf), cache)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setattr(fcntl, "flock", wait)
+    locate(str(gguf), cache)
+    assert len(conversions) == 1
+
+
+def test_a_file_system_without_locks_will_do(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others left is then left alone: they may still be at it."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EBADF, "no locks")))
+    monkeypatch.setattr(checkpoint, "_convert", pretend_to_convert)
+    folder = locate(str(gguf), cache)
+    shutil.rmtree(folder)
+    left = cache / f".{folder.name}-abc"
+    left.mkdir()
+    assert sorted(locate(str(gguf), cache).parent.iterdir()) == sorted([folder, left])
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(

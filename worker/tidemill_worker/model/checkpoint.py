@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import importlib.util
 import io
@@ -9,8 +11,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -83,14 +85,49 @@ def _find(model: str, files: Sequence[str]) -> Path:
 def _converted(gguf: Path, cache_dir: Path) -> Path:
     """The converted twin of `gguf`; complete or absent, whatever interrupts the conversion."""
     folder = cache_dir / f"{gguf.stem}-{_content_key(gguf)}"
-    if (folder / "config.json").is_file():
-        return folder
+    if not _is_complete(folder):
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(cache_dir, error) from error
+        with _alone_in(cache_dir) as alone:
+            if not _is_complete(folder):
+                _convert_into(cache_dir, gguf, folder, sweep=alone)
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+@contextmanager
+def _alone_in(cache_dir: Path) -> Iterator[bool]:
+    """Wait until no other process converts into this cache; false where its file system knows no locks."""
+    directory = os.open(cache_dir, os.O_RDONLY)
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
+        yield _lock(directory)
+    finally:
+        os.close(directory)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _convert_into(cache_dir: Path, gguf: Path, folder: Path, *, sweep: bool) -> None:
+    prefix = f".{folder.name}-"
+    if sweep:  # nobody else converts: what is there was left by a process that was killed
+        for left in cache_dir.glob(f"{glob.escape(prefix)}*"):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=cache_dir))
         partial.chmod(0o755)  # a cache may be shared; mkdtemp made it its owner's alone
     except OSError as error:
-        raise ConfigurationError(f"cache_dir: cannot write to {cache_dir}: {error.strerror}") from error
+        raise _unwritable(cache_dir, error) from error
     try:
         _convert(gguf, partial)
         _publish(partial, folder)
@@ -105,7 +142,10 @@ def _converted(gguf: Path, cache_dir: Path) -> Path:
         raise ModelUnsupported(f"model: {gguf} cannot be converted: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
+
+
+def _unwritable(cache_dir: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"cache_dir: cannot write to {cache_dir}: {error.strerror}")
 
 
 def _content_key(gguf: Path) -> str:
@@ -153,5 +193,5 @@ def _publish(partial: Path, folder: Path) -> None:
     try:
         os.rename(partial, folder)
     except OSError:
-        if not (folder / "config.json").is_file():
+        if not _is_complete(folder):
             raise
