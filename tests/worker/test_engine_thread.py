@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from structlog.testing import capture_logs
 
 from tests.worker.factories import FakeEngine, eventually, make_job, make_tokenizer
+from tests.worker.hanging import HangingEngine
 from tidemill.errors import ErrorCode
 from tidemill_worker.engine import StepOutput
 from tidemill_worker.engine_thread import EngineThread
@@ -34,19 +34,6 @@ class Listener:
                 seen.append(output)
                 if output.finished:
                     return seen
-
-
-@dataclass
-class StuckEngine(FakeEngine):
-    """Its steps wait until they are told to go on."""
-
-    stepping: threading.Event = field(default_factory=threading.Event)
-    go_on: threading.Event = field(default_factory=threading.Event)
-
-    def step(self) -> list[StepOutput]:
-        self.stepping.set()
-        self.go_on.wait()
-        return super().step()
 
 
 @pytest.fixture
@@ -132,7 +119,7 @@ async def test_the_books_are_compared_when_there_is_nothing_to_do(
 
 async def test_nobody_waits_for_a_step(listener: Listener) -> None:
     """Who renews leases and talks to Redis hands over and takes back at once; the backlog tells how much."""
-    engine = StuckEngine()
+    engine = HangingEngine()
     thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
     thread.start()
     thread.submit(make_request("0"))
@@ -142,7 +129,7 @@ async def test_nobody_waits_for_a_step(listener: Listener) -> None:
         thread.submit(make_request(str(number)))
     thread.abort("1")
     assert thread.backlog == 20
-    engine.go_on.set()
+    engine.free()
     listener.until_finished("19")
     assert engine.seen == [str(number) for number in range(20)]
     await eventually(lambda: thread.is_idle)
@@ -151,7 +138,7 @@ async def test_nobody_waits_for_a_step(listener: Listener) -> None:
 
 async def test_a_thread_is_idle_only_when_the_step_with_the_last_request_is_over(listener: Listener) -> None:
     """Though nobody waits for its answer any more."""
-    engine = StuckEngine()
+    engine = HangingEngine()
     thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
     thread.start()
     assert thread.is_idle
@@ -159,7 +146,7 @@ async def test_a_thread_is_idle_only_when_the_step_with_the_last_request_is_over
     await eventually(engine.stepping.is_set)
     thread.abort("a")
     assert not thread.is_idle
-    engine.go_on.set()
+    engine.free()
     await eventually(lambda: thread.is_idle)
     assert engine.aborted == ["a"]
     thread.stop()
@@ -169,7 +156,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_stop(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tidemill_worker.engine_thread.JOIN_TIMEOUT", 0.05)
-    engine = StuckEngine()
+    engine = HangingEngine()
     thread = EngineThread(engine, deliver=listener.deliver, on_failure=listener.failed.set)
     thread.start()
     thread.submit(make_request("a"))
@@ -177,9 +164,10 @@ def test_a_step_that_hangs_does_not_hold_up_the_stop(
     thread.stop()
     assert (thread.is_alive, thread.has_died) == (True, False)
     assert thread.stuck_seconds > 0.0
-    engine.go_on.set()
+    engine.free()
     thread._thread.join(10)
     assert (thread.is_alive, thread.has_died, thread.stuck_seconds) == (False, False, 0.0)
+    assert listener.outputs.empty()  # whoever has stopped it may be gone
 
 
 def test_a_step_that_raises_ends_the_thread_and_says_so(listener: Listener) -> None:

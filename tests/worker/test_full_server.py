@@ -10,7 +10,8 @@ from tests.worker.test_metrics import value
 
 
 async def test_a_full_server_pauses_the_intake_alone() -> None:
-    begun, waiting = make_job("Mill"), [make_job(f"Tide {n}") for n in range(3)]
+    begun = make_job("Mill", metadata={"row": "7" * 20_000})  # as large a result, which nobody reads
+    waiting = [make_job(f"Tide {n}") for n in range(3)]
     with running(valkey_binary()) as server, server.client() as admin, capture_logs() as logs:
         place = Place(server.url, "full")
         engine = FakeEngine(paced=True)

@@ -14,21 +14,24 @@ from tidemill_worker.held import HeldJobs
 
 
 @pytest.mark.parametrize(
-    ("state", "is_alive", "ok", "engine"),
+    ("state", "is_alive", "has_started", "ok", "engine"),
     [
-        (WorkerState.SERVING, True, True, "alive"),
-        (WorkerState.DRAINING, True, True, "alive"),
-        (WorkerState.STALLED, True, False, "stalled"),
-        (WorkerState.SERVING, False, False, "stopped"),
+        (WorkerState.SERVING, True, True, True, "alive"),
+        (WorkerState.DRAINING, True, True, True, "alive"),
+        (WorkerState.STALLED, True, True, False, "stalled"),
+        (WorkerState.SERVING, False, True, False, "stopped"),
+        (WorkerState.SERVING, False, False, False, "starting"),
     ],
 )
 def test_a_worker_whose_engine_does_not_move_is_not_healthy(
-    state: WorkerState, is_alive: bool, ok: bool, engine: str
+    state: WorkerState, is_alive: bool, has_started: bool, ok: bool, engine: str
 ) -> None:
     """Not to be left running with health 200 (vllm#45414)."""
     held = HeldJobs()
     held.hold(make_held(ended=True))
-    thread = SimpleNamespace(is_alive=is_alive, stats=make_stats(num_running=2, num_waiting=5))
+    thread = SimpleNamespace(
+        is_alive=is_alive, has_started=has_started, stats=make_stats(num_running=2, num_waiting=5)
+    )
     service: Any = SimpleNamespace(engine=thread, held=held, state=state)
     probe = HealthProbe()
     probe.service = service

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.worker.factories import make_held, make_stats
+from tidemill.errors import QueueUnavailable
+from tidemill.moves import Claimed
 from tidemill_worker.engine import EngineStats
 from tidemill_worker.held import HeldJobs
 from tidemill_worker.intake import MAX_WAITING_BYTES, Intake
@@ -17,6 +19,7 @@ from tidemill_worker.intake import MAX_WAITING_BYTES, Intake
 def make_intake(
     stats: EngineStats | None = None,
     *,
+    queue: Any = None,
     num_held: int = 0,
     num_ended: int = 0,
     result_bytes: int = 0,
@@ -24,16 +27,16 @@ def make_intake(
     capacity: int = 72,
     claim_ahead: int = 8,
 ) -> Intake:
-    """One that is asked about its room, and claims nothing."""
+    """One that is asked about its room; it claims nothing without a `queue`."""
     held = HeldJobs()
     for number in range(num_held + num_ended):
         ended = number < num_ended
-        held.hold(make_held(str(number), ended=ended, result_bytes=result_bytes if ended else 0))
+        held.hold(make_held(str(number), params={}, ended=ended, result_bytes=result_bytes if ended else 0))
     stats = stats or make_stats()
     unused: Any = None
     engine: Any = SimpleNamespace(stats=stats, backlog=backlog)
     return Intake(
-        unused,
+        queue,
         unused,
         held,
         worker="w1",
@@ -45,7 +48,7 @@ def make_intake(
         reclaim_interval=1.0,
         answer=unused,
         claimed=unused,
-        unreachable=unused,
+        unreachable=lambda error: None,
     )
 
 
@@ -100,3 +103,18 @@ def test_nothing_is_claimed_while_something_piles_up(fits: dict[str, int], too_m
     going, paused = make_intake(**fits), make_intake(**too_much)
     assert (going.room, going.is_paused) == (72, False)
     assert (paused.room, paused.is_paused) == (0, True)
+
+
+async def test_a_refusal_stands_until_redis_has_answered() -> None:
+    """Given a worker as full as urgent jobs can make it, then it asks for nothing, and knows no better."""
+    asked: list[int] = []
+
+    async def claim(worker: str, room: int, **_: object) -> list[Claimed]:
+        asked.append(room)
+        return []
+
+    for num_held, rooms, is_paused in ((9, [], True), (8, [1], False)):
+        intake = make_intake(queue=SimpleNamespace(claim=claim), num_held=num_held, capacity=8)
+        intake._note_refusal(QueueUnavailable("out of memory"))
+        await intake._take()
+        assert (asked, intake.is_paused) == (rooms, is_paused)

@@ -19,6 +19,7 @@ from tests.worker.factories import (
     opener,
     running_worker,
 )
+from tests.worker.hanging import HangingEngine
 from tidemill.client import Client
 from tidemill.jobs import Job, JobId, Status
 from tidemill.keys import JobField, QueueKeys
@@ -64,6 +65,7 @@ async def test_a_suspect_runs_with_nothing_beside_it(place: Place, client: Clien
         for job in later:
             await client.submit(job)
         assert await risk(client, suspect) == b"held"
+        assert worker.service.stats().intake_is_paused
 
         engine.allow(first.params.max_tokens)
         await assert_answered(client, first)
@@ -74,8 +76,10 @@ async def test_a_suspect_runs_with_nothing_beside_it(place: Place, client: Clien
         engine.allow(suspect.params.max_tokens - 1)
         await eventually(lambda: engine._generated == 2 * suspect.params.max_tokens - 1)
         assert (worker.service.held.num_live, len(engine.seen)) == (1, 2)
+        assert worker.service.stats().intake_is_paused
         engine.free()
         await assert_answered(client, suspect, *later)
+        assert not worker.service.stats().intake_is_paused
 
 
 async def test_suspects_take_turns(place: Place, client: Client) -> None:
@@ -159,6 +163,21 @@ async def test_a_suspect_that_runs_when_its_worker_drains_is_no_failure(place: P
         assert await worker.stop() is True
     view = await client.status(suspect.id)
     assert (view.state, view.failures, view.checkpointed_tokens) == (JobState.WAITING, 1, 3)
+
+
+async def test_a_suspect_whose_step_hangs_when_its_worker_drains_is_left_to_count(
+    place: Place, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease lapses: no worker will be hung by it again because this one was told to stop in time."""
+    monkeypatch.setattr("tidemill_worker.engine_thread.JOIN_TIMEOUT", 0.05)
+    suspect = make_job("Tide")
+    await submit(client, suspect=suspect)
+    engine = HangingEngine()
+    async with running_worker(place, engine=engine, max_attempts=2, grace_period=0.0) as worker:
+        await eventually(engine.stepping.is_set)
+        assert await worker.stop() is False
+    assert (await client.status(suspect.id)).state is JobState.RUNNING
+    assert await risk(client, suspect) == b"begun"
 
 
 async def test_a_suspect_lost_aside_is_forgotten(place: Place, client: Client) -> None:

@@ -137,3 +137,31 @@ async def test_leases_that_are_to_lapse_are_renewed_no_more() -> None:
     keeper.let_lapse()
     await eventually(lambda: queue.closed)
     keeper.stop()  # harmless
+
+
+class Resolving:
+    """Looks up the name of its server in a thread that does not come back until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked, self.let_go = threading.Event(), threading.Event()
+        self.closed = False
+
+    async def renew(self, worker: str, renewals: Sequence[Renewal]) -> RenewOutcome:
+        self.asked.set()
+        await asyncio.to_thread(self.let_go.wait)
+        raise AssertionError("nobody waits for it any more")
+
+
+def test_a_thread_that_cannot_be_ended_does_not_hold_up_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill_worker.leases.JOIN_TIMEOUT", 0.05)
+    queue, failures = Resolving(), []
+    keeper = make_keeper(queue, failures, make_held(), interval=60.0)
+    keeper.start()
+    assert queue.asked.wait(10)
+    stopping = threading.Thread(target=keeper.stop)
+    stopping.start()
+    stopping.join(10)
+    assert (stopping.is_alive(), keeper._thread.is_alive()) == (False, True)
+    queue.let_go.set()
+    keeper._thread.join(10)
+    assert (queue.closed, failures) == (True, [])

@@ -107,7 +107,7 @@ def test_requests_are_counted_by_how_they_ended(status: Status, reason: FinishRe
     """request_success{abort} was always 0 (vllm#31503)."""
     metrics = Metrics("tiny")
     assert value(metrics, "vllm:request_success_total", finished_reason=name) == 0
-    metrics.ended(make_held(), Result(id=JobId("job"), status=status, finish_reason=reason))
+    metrics.recorded(make_held(), Result(id=JobId("job"), status=status, finish_reason=reason))
     assert value(metrics, "vllm:request_success_total", finished_reason=name) == 1
     assert value(metrics, "tidemill_requests_finished_total", finished_reason=name) == 1
 
@@ -120,7 +120,7 @@ def test_each_generation_counts_by_how_it_ended_and_the_request_by_their_number(
     metrics = Metrics("tiny")
     endings = (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED)
     first, *others = (Choice(index=index, finish_reason=reason) for index, reason in enumerate(endings))
-    metrics.ended(
+    metrics.recorded(
         make_held(),
         Result(
             id=JobId("job"),

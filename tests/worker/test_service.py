@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
 
 import pytest
 from structlog.testing import capture_logs
@@ -25,6 +26,7 @@ from tidemill.errors import ErrorCode
 from tidemill.jobs import FinishReason, Job, JobId, Result, Status
 from tidemill.keys import JobField, QueueKeys
 from tidemill.moves import CancelOutcome, JobState
+from tidemill_worker.announcer import Announcer
 from tidemill_worker.endpoint import Health
 from tidemill_worker.health import HealthProbe
 
@@ -56,7 +58,9 @@ async def test_every_job_gets_its_own_answer(place: Place, client: Client) -> No
         assert (depth.total, depth.running) == (0, 0)
         generated = sum(job.params.max_tokens for job in jobs)
         assert value(worker.metrics, "vllm:generation_tokens_total") == generated
-        assert value(worker.metrics, "vllm:request_success_total", finished_reason="length") == 60
+        await eventually(
+            lambda: value(worker.metrics, "vllm:request_success_total", finished_reason="length") == 60
+        )
         assert value(worker.metrics, "vllm:inter_token_latency_seconds_count") == generated - 60
         assert value(worker.metrics, "tidemill_jobs_claimed_total") == 60
         assert await worker.stop() is True
@@ -87,7 +91,9 @@ async def test_bad_jobs_harm_no_good_one(place: Place, client: Client) -> None:
             assert result.status is Status.FAILED
             assert result.error is not None
             assert result.error.code is code
-        assert value(worker.metrics, "vllm:request_success_total", finished_reason="error") == len(bad)
+        await eventually(
+            lambda: value(worker.metrics, "vllm:request_success_total", finished_reason="error") == len(bad)
+        )
 
 
 async def test_text_streams_while_it_is_generated(place: Place, client: Client) -> None:
@@ -128,7 +134,9 @@ async def test_a_running_job_can_be_cancelled(place: Place, client: Client) -> N
         engine.free()
         assert (await result_of(client, other)).token_ids == undisturbed(other)[0]
         assert f"{job.id}/1" in engine.aborted
-        assert value(worker.metrics, "vllm:request_success_total", finished_reason="abort") == 1
+        await eventually(
+            lambda: value(worker.metrics, "vllm:request_success_total", finished_reason="abort") == 1
+        )
 
 
 async def test_only_as_much_is_claimed_as_there_is_room_for(place: Place, client: Client) -> None:
@@ -263,6 +271,31 @@ async def test_a_broken_engine_stops_the_worker_and_keeps_the_leases(place: Plac
     assert (await client.status(poison.id)).state is JobState.RUNNING
     [failure] = [entry for entry in logs if entry["event"] == "engine_failed"]
     assert failure["log_level"] == "error"
+
+
+async def test_a_part_that_breaks_apart_from_the_jobs_costs_them_nothing(
+    place: Place, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has failed, and stops; but none of its jobs can be the reason."""
+    break_down = asyncio.Event()
+
+    async def run(announcer: Announcer) -> NoReturn:
+        await break_down.wait()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Announcer, "run", run)
+    job = make_job(params={"max_tokens": 50})
+    engine = FakeEngine(paced=True)
+    with capture_logs() as logs:
+        async with running_worker(place, engine=engine) as worker:
+            await client.submit(job)
+            engine.allow(3)
+            await eventually(lambda: engine._generated == 3)
+            break_down.set()
+            assert await asyncio.wait_for(worker.task, 20) is False
+    view = await client.status(job.id)
+    assert (view.state, view.checkpointed_tokens, view.failures) == (JobState.WAITING, 3, 0)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["task_failed"]
 
 
 async def test_the_model_card_is_published(place: Place, client: Client) -> None:

@@ -71,7 +71,9 @@ async def test_all_generations_of_a_job_are_in_its_result(place: Place, client: 
         result = await result_of(client, job)
         assert_undisturbed(result, job)
         assert len({choice.token_ids for choice in result.choices}) == 3
-        assert value(worker.metrics, "vllm:request_success_total", finished_reason="length") == 3
+        await eventually(
+            lambda: value(worker.metrics, "vllm:request_success_total", finished_reason="length") == 3
+        )
         assert value(worker.metrics, "vllm:request_params_n_sum") == 3
 
 

@@ -42,7 +42,9 @@ async def test_a_deadline_passes_in_mid_generation(place: Place, client: Client)
         result = await result_of(client, job)
         deltas = [delta async for delta in client.stream(job.id)]
         await eventually(lambda: not engine.has_unfinished)
-        assert value(worker.metrics, "vllm:request_success_total", finished_reason="abort") == 1
+        await eventually(
+            lambda: value(worker.metrics, "vllm:request_success_total", finished_reason="abort") == 1
+        )
         assert value(worker.metrics, "vllm:e2e_request_latency_seconds_count") == 0
     assert_expired(result, 0.4)
     assert 0 < len(result.token_ids) < 3000

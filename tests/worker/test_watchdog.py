@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,7 @@ from tests.worker.factories import (
     opener,
     running_worker,
 )
+from tests.worker.hanging import HangingEngine
 from tests.worker.model.factories import make_tiny_llama
 from tidemill.client import Client
 from tidemill.exit_codes import ExitCode
@@ -34,7 +36,7 @@ from tidemill.jobs import Job
 from tidemill.moves import JobState
 from tidemill.params import SamplingParams
 from tidemill.registry import WorkerState
-from tidemill_worker.engine import EngineStats, StepOutput
+from tidemill_worker.engine import EngineStats
 from tidemill_worker.engine_thread import EngineThread
 from tidemill_worker.health import HealthProbe
 from tidemill_worker.request import Request
@@ -53,6 +55,7 @@ class Patient:
     has_died: bool = False
     num_unrecorded: int = 0
     stop_by: float | None = None
+    has_ended_well: bool = False
     stats: EngineStats = field(default_factory=make_stats)
     stalled: threading.Event = field(default_factory=threading.Event)
 
@@ -98,23 +101,6 @@ def watching(service: Any, *, stall_timeout: float = STALL) -> Iterator[Exit]:
         yield terminate
 
 
-@dataclass
-class HangingEngine(FakeEngine):
-    """One step of it never returns, until it is freed."""
-
-    let_go: threading.Event = field(default_factory=threading.Event)
-    hangs: bool = False
-
-    def step(self) -> list[StepOutput]:
-        if self.hangs:
-            self.let_go.wait()
-        return super().step()
-
-    def free(self) -> None:
-        self.let_go.set()
-        super().free()
-
-
 async def assert_stalls(
     worker: RunningWorker, client: Client, place: Place, exit: Exit, logs: list[Any], job: Job
 ) -> dict[str, Any]:
@@ -142,7 +128,7 @@ async def test_a_step_that_hangs_ends_the_process(place: Place, client: Client) 
     """Given a result that is ready and a job that hangs, then the one is recorded and the other's lease is
     let go, so that the attempt counts."""
     done, job = make_job("Mill"), make_job("Tide", params={"max_tokens": 50})
-    engine = HangingEngine()
+    engine = HangingEngine(hangs=False)
     with capture_logs() as logs:
         async with running_worker(place, engine=engine) as worker:
             with watching(worker.service) as exit:
@@ -201,6 +187,23 @@ def test_results_are_recorded_first_but_not_waited_for_long(monkeypatch: pytest.
     assert exit.status is ExitCode.STALLED
 
 
+def test_a_stalled_process_that_records_results_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one whose stalls are short would be ended for want of it, with the wrong status."""
+    shown: list[float] = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda timeout, exit: shown.append(timeout))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
+    waiting, terminate = Patient(stuck_seconds=100.0, num_unrecorded=1), Exit()
+    with Watchdog(waiting, stall_timeout=STALL, terminate=terminate, hang_timeout=2 * STALL):
+        assert waiting.stalled.wait(10)
+        num_shown, deadline = len(shown), time.monotonic() + 10
+        while len(shown) < num_shown + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        waiting.num_unrecorded = 0
+        assert terminate.wait()
+    assert terminate.status is ExitCode.STALLED
+
+
 def test_the_process_ends_though_it_cannot_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a log that nobody can write to any more."""
 
@@ -234,11 +237,13 @@ def test_a_process_that_was_frozen_did_not_stall() -> None:
     assert exit.status is None
 
 
-def test_a_stop_that_does_not_end_is_ended() -> None:
-    patient = Patient(stop_by=time.monotonic() + 0.2)
+@pytest.mark.parametrize(("has_ended_well", "status"), [(False, ExitCode.FAILED), (True, ExitCode.OK)])
+def test_a_stop_that_does_not_end_is_ended(has_ended_well: bool, status: ExitCode) -> None:
+    """Well, if all that is missing is the end of a thread."""
+    patient = Patient(stop_by=time.monotonic() + 0.2, has_ended_well=has_ended_well)
     with capture_logs() as logs, watching(patient, stall_timeout=1.0) as exit:
         assert exit.wait()
-    assert exit.status is ExitCode.FAILED
+    assert exit.status is status
     assert not patient.stalled.is_set()
     assert [entry["event"] for entry in logs] == ["stop_overdue"]
 
@@ -274,6 +279,16 @@ def test_a_process_without_python_ends_too() -> None:
     assert 'File "<string>"' in hung.stderr
 
 
+HANGING_OVER_A_PROMPT = """
+    import sys, time
+    from tidemill.__main__ import main
+    from tidemill_worker.admission import Admission
+
+    Admission.prepare = lambda *_: time.sleep(3600)
+    sys.exit(main(sys.argv[1:]))
+"""
+"""A worker of which a thread hangs, but not the engine's."""
+
 HANGING = """
     import sys, time
     from tidemill.__main__ import main
@@ -292,25 +307,36 @@ HANGING = """
 """A worker that hangs in native code over one job."""
 
 
-async def test_a_real_worker_that_hangs_exits(place: Place, client: Client, tmp_path: Path) -> None:
-    folder = make_tiny_llama(tmp_path / "model", vocab_size=make_tokenizer().vocab_size)
+@contextmanager
+def real_worker(place: Place, folder: Path, code: str, **flags: object) -> Iterator[subprocess.Popen[str]]:
+    make_tiny_llama(folder, vocab_size=make_tokenizer().vocab_size)
     make_tokenizer()._backend.save(str(folder / "tokenizer.json"))
-    flags = {"redis-url": place.url, "queue": place.queue, "served-model-name": "tiny", "metrics-port": 0}
-    flags |= {"model": folder, "kv-cache-memory": 0.01, "stall-timeout": 1, "threads": 1}
-    arguments = [f"--{name}={value}" for name, value in flags.items()]
-    good, poison = (make_job("Mill", id=name, params={"max_tokens": 3}) for name in ("good", "poison"))
+    given = {"redis-url": place.url, "queue": place.queue, "served-model-name": "tiny", "metrics-port": 0}
+    given |= {"model": folder, "kv-cache-memory": 0.01, "threads": 1} | flags
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HANGING), "worker", *arguments],
+        [sys.executable, "-c", textwrap.dedent(code), "worker", *arguments],
         stderr=subprocess.PIPE,
         text=True,
     ) as worker:
         try:
-            await client.submit(good)
-            assert (await client.result(good.id, timeout=60)).usage.completion_tokens == 3
-            await client.submit(poison)
-            _, log = await eventually_ends(worker)
+            yield worker
         finally:
             worker.kill()
+
+
+async def log_until_end(worker: subprocess.Popen[str]) -> str:
+    await eventually(lambda: worker.poll() is not None, timeout=60)
+    return worker.communicate()[1]
+
+
+async def test_a_real_worker_that_hangs_exits(place: Place, client: Client, tmp_path: Path) -> None:
+    good, poison = (make_job("Mill", id=name, params={"max_tokens": 3}) for name in ("good", "poison"))
+    with real_worker(place, tmp_path, HANGING, stall_timeout=1) as worker:
+        await client.submit(good)
+        assert (await client.result(good.id, timeout=60)).usage.completion_tokens == 3
+        await client.submit(poison)
+        log = await log_until_end(worker)
     assert worker.returncode == ExitCode.STALLED
     assert log.count("event=engine_stalled") == 1
     assert "time.sleep(3600)" not in log.split("event=engine_stalled")[0]
@@ -319,6 +345,20 @@ async def test_a_real_worker_that_hangs_exits(place: Place, client: Client, tmp_
     assert (view.state, view.failures) == (JobState.RUNNING, 0)
 
 
-async def eventually_ends(process: subprocess.Popen[str]) -> tuple[str, str]:
-    await eventually(lambda: process.poll() is not None, timeout=60)
-    return process.communicate()
+async def test_a_thread_that_hangs_does_not_keep_a_real_worker(
+    place: Place, client: Client, tmp_path: Path
+) -> None:
+    """It hands back what the thread was at, and ends as well as any other, with its stack in the log."""
+    job = make_job("Mill")
+    with real_worker(place, tmp_path, HANGING_OVER_A_PROMPT, grace_period=0) as worker:
+        await client.submit(job)
+        async with asyncio.timeout(60):
+            while (await client.status(job.id)).state is not JobState.RUNNING:
+                await asyncio.sleep(0.05)
+        worker.terminate()
+        log = await log_until_end(worker)
+    assert worker.returncode == ExitCode.OK
+    assert "event=released" in log
+    assert "in <lambda>" in log.split("event=stop_overdue")[1]
+    view = await client.status(job.id)
+    assert (view.state, view.failures) == (JobState.WAITING, 0)

@@ -75,7 +75,7 @@ def serve(settings: WorkerSettings, signals: StopSignals) -> bool:
     If the engine stalls, or a stop does not end, the process exits from in here.
 
     Returns:
-        Whether everything held was finished or handed back.
+        Whether everything held was finished or handed back, and no part has failed.
 
     Raises:
         ConfigurationError, ModelUnsupported: the settings or the model are wrong.

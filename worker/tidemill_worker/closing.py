@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import structlog
 
@@ -13,8 +14,13 @@ from tidemill.queue import Queue
 from tidemill_worker.held import HeldJobs, request_id
 from tidemill_worker.waiting import pauses
 
-CLOSING_TIME = 5.0
-"""Seconds after the grace period for recording and handing back, however Redis is."""
+RECORDING_TIME = 5.0
+"""Seconds in which what is finished may still be recorded once nothing runs any more, however Redis is."""
+HAND_BACK_TIME = 3.0
+"""Seconds for handing back the rest, whatever recording has left of its own: without this, the jobs lie idle
+until their leases lapse."""
+CLOSING_TIME = RECORDING_TIME + HAND_BACK_TIME + 2.0
+"""Seconds after the grace period in which a stop is over, if nothing hangs."""
 
 
 class Closing:
@@ -25,11 +31,14 @@ class Closing:
         grace_period: seconds for what runs.
         changed: set whenever a job is let go of.
         release: set when there is no point in waiting for what runs.
-        claiming: ends by itself, but perhaps in the middle of a claim. What that has claimed must be known.
+        claiming: ends by itself, but perhaps in the middle of a claim. What that has claimed must be known;
+            if Redis does not say so in time, the leases of these jobs lapse.
         announcing: must not report a worker that has left.
         stop_threads: ends the engine's thread and the others; takes a moment.
         may_hand_back: false if one of the jobs may be what has broken this worker. Their leases lapse, so
             that the attempt counts, and a job that breaks every worker ends among the dead letters.
+        engine_hangs: whether the engine's thread could not be ended. Then a job that was begun alone is not
+            handed back, for the same reason: such a worker may be told to stop before it finds out itself.
     """
 
     def __init__(
@@ -45,6 +54,7 @@ class Closing:
         announcing: asyncio.Task[None],
         stop_threads: Callable[[], None],
         may_hand_back: Callable[[], bool],
+        engine_hangs: Callable[[], bool],
     ) -> None:
         self._queue = queue
         self._held = held
@@ -56,22 +66,24 @@ class Closing:
         self._announcing = announcing
         self._stop_threads = stop_threads
         self._may_hand_back = may_hand_back
+        self._engine_hangs = engine_hangs
         self._log = structlog.get_logger()
 
     async def run(self) -> bool:
         """Returns whether everything held was finished or handed back."""
         await self._until_empty()
-        deadline = time.monotonic() + CLOSING_TIME
-        await asyncio.wait({self._claiming}, timeout=CLOSING_TIME / 2)
+        recorded_by = time.monotonic() + RECORDING_TIME
+        await asyncio.wait({self._claiming}, timeout=RECORDING_TIME / 2)
         self._claiming.cancel()
-        await _by(deadline, asyncio.to_thread(self._stop_threads))
-        await _by(deadline, self._all_recorded())
+        await _by(recorded_by, asyncio.to_thread(self._stop_threads))
+        await _by(recorded_by, self._all_recorded())
         if not self._may_hand_back():
             return False
+        handed_back_by = time.monotonic() + HAND_BACK_TIME
         self._announcing.cancel()
-        await _by(deadline, _ended(self._announcing))
-        handed_back = await _by(deadline, self._hand_back())
-        if not handed_back or len(self._held):
+        await asyncio.wait({self._announcing}, timeout=HAND_BACK_TIME / 3)
+        await _by(handed_back_by, self._leave())
+        if len(self._held):
             self._log.error("not_handed_back", jobs=len(self._held), remedy="their leases will lapse")
             return False
         self._log.info("stopped")
@@ -98,32 +110,29 @@ class Closing:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _hand_back(self) -> None:
-        renewals = self._held.live_renewals()
+    async def _leave(self) -> None:
+        """Go on trying until Redis knows this worker no more."""
         for pause in pauses():
             try:
-                if renewals:
-                    await self._queue.release(self._worker, renewals)
+                await self._hand_back()
                 await self._queue.remove_consumer(self._worker)
+                return
             except QueueUnavailable as error:
-                self._log.warning("release_failed", reason=str(error), jobs=len(renewals))
+                self._log.warning("release_failed", reason=str(error), jobs=self._held.num_live)
                 await asyncio.sleep(pause)
-                continue
-            for renewal in renewals:
-                self._held.forget(request_id(renewal.job_id, renewal.attempt))
-            if renewals:
-                self._log.info("released", jobs=len(renewals))
+
+    async def _hand_back(self) -> None:
+        renewals = self._held.live_renewals(but_alone=self._engine_hangs())
+        if not renewals:
             return
+        await self._queue.release(self._worker, renewals)
+        for renewal in renewals:
+            self._held.forget(request_id(renewal.job_id, renewal.attempt))
+        self._log.info("released", jobs=len(renewals))
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    await asyncio.wait({task})
-
-
-async def _by(deadline: float, work: Awaitable[None]) -> bool:
-    try:
+async def _by(deadline: float, work: Awaitable[None]) -> None:
+    """Let go of it when its time is over."""
+    with suppress(TimeoutError):
         async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
             await work
-    except TimeoutError:
-        return False
-    return True

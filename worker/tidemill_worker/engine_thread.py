@@ -58,7 +58,7 @@ class EngineThread:
 
     Args:
         engine: used by this thread alone from `start` on.
-        deliver: gets each step's outputs, on this thread; must be quick.
+        deliver: gets each step's outputs, on this thread; must be quick. No more once `stop` has returned.
         on_failure: called on this thread, once, if the engine raises: a bug, nothing to go on from.
     """
 
@@ -80,6 +80,8 @@ class EngineThread:
         self._has_work = False
         self._last_move: float | None = None
         self._ended = False
+        self._delivering = threading.Lock()
+        self._given_up = False
         self.plans_nothing = False
         """Whether the last step computed nothing, though there was work."""
         self.stats = engine.stats()
@@ -90,9 +92,14 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
+    def has_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._thread.ident is not None
+
+    @property
     def has_died(self) -> bool:
         """Whether the thread is gone, and neither was told to end nor has reported a failure."""
-        return self._thread.ident is not None and not self._thread.is_alive() and not self._ended
+        return self.has_started and not self.is_alive and not self._ended
 
     @property
     def backlog(self) -> int:
@@ -125,10 +132,15 @@ class EngineThread:
         self._send(Abort(request_id))
 
     def stop(self) -> None:
-        """End the thread after the step in progress, and wait for that a little; harmless if it has ended."""
+        """End the thread after the step in progress, and wait for that a little; harmless if it has ended.
+
+        What a step brings that takes longer is dropped: whoever was to take it in is stopping too.
+        """
         self._send(Stop())
-        if self._thread.is_alive():
+        if self.is_alive:
             self._thread.join(JOIN_TIMEOUT)
+        with self._delivering:
+            self._given_up = True
 
     def _send(self, command: Command) -> None:
         with self._sending:
@@ -154,10 +166,15 @@ class EngineThread:
         if not self.plans_nothing:
             self._last_move = time.monotonic()
         self.stats = stats
-        self._deliver(outputs)
+        self._hand_out(outputs)
         self._has_work = self._engine.has_unfinished
         if self._inbox.empty() and not self._has_work:
             self._engine.check_integrity()
+
+    def _hand_out(self, outputs: Sequence[StepOutput]) -> None:
+        with self._delivering:
+            if not self._given_up:
+                self._deliver(outputs)
 
     def _obey_commands(self) -> bool:
         """Take what the inbox has, waiting only if there is nothing to step; false after `Stop`."""
@@ -190,4 +207,4 @@ class EngineThread:
         try:
             self._engine.add(command)
         except InvalidJob as error:
-            self._deliver([StepOutput(command.id, (), "", error=ErrorInfo.of(error))])
+            self._hand_out([StepOutput(command.id, (), "", error=ErrorInfo.of(error))])

@@ -17,15 +17,23 @@ class HealthProbe:
     def __call__(self) -> Health:
         if self.service is None:
             return Health(ok=False, details={"engine": "loading"})
-        engine, held = self.service.engine, self.service.held
-        is_stalled = self.service.state is WorkerState.STALLED
+        stats, held, state = self.service.engine.stats, self.service.held, _state(self.service)
         return Health(
-            ok=engine.is_alive and not is_stalled,
+            ok=state == "alive",
             details={
-                "engine": "stalled" if is_stalled else "alive" if engine.is_alive else "stopped",
-                "running": engine.stats.num_running,
-                "waiting": engine.stats.num_waiting,
+                "engine": state,
+                "running": stats.num_running,
+                "waiting": stats.num_waiting,
                 "held": len(held),
                 "unrecorded": held.num_unrecorded,
             },
         )
+
+
+def _state(service: Service) -> str:
+    """The engine's, in one word."""
+    if service.state is WorkerState.STALLED:
+        return "stalled"
+    if service.engine.is_alive:
+        return "alive"
+    return "stopped" if service.engine.has_started else "starting"

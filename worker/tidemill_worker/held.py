@@ -15,9 +15,10 @@ from typing import NewType
 from tidemill.jobs import Delta, Job, JobId, Priority, TokenLogprobs
 from tidemill.moves import Renewal
 from tidemill_worker.engine import StepOutput
+from tidemill_worker.generation import RankedToken
 from tidemill_worker.held_choice import HeldChoice, Piece
 from tidemill_worker.request import Ending, Request
-from tidemill_worker.token_logprobs import StoredToken, TokenText
+from tidemill_worker.token_logprobs import StoredToken, TokenText, logprob_bytes
 
 RequestId = NewType("RequestId", str)
 """One attempt at one job: what the engine knows it by. A job that was lost and then claimed again
@@ -53,9 +54,11 @@ class HeldJob:
     ended: bool = False
     """Its result is decided; later tokens, cancellations and deadlines change nothing."""
     result_bytes: int = 0
-    """About what its result takes that waits to be recorded."""
+    """About what its result takes in JSON, from its end on."""
     aside: bool = False
     """It waits for its turn to run alone; see `Isolation`."""
+    alone: bool = False
+    """It was begun with nothing beside it: from then on the loss of its worker counts against it."""
     cancelled: bool = False
     """Somebody cancelled it while it was aside: whoever keeps it there hands it back."""
     _begun: dict[int, HeldChoice] = field(default_factory=dict)
@@ -113,7 +116,16 @@ class HeldJob:
         choice.extend(output.token_ids, output.text, output.logprobs)
         if output.finish_reason is not None:
             choice.ending = Ending(output.finish_reason, output.stop_reason)
-        self.ended = output.finished
+        if output.finished:
+            self.end(output.prompt_logprobs or ())
+
+    def end(self, prompt_logprobs: Sequence[RankedToken] = ()) -> None:
+        """Its result is decided, and weighed before it is made: both that and Redis may take their time."""
+        self.ended = True
+        metadata = self.job.metadata if self.job else {}
+        num_metadata_bytes = sum(len(key) + len(value) for key, value in metadata.items())
+        num_choice_bytes = sum(choice.result_bytes for choice in self._seen())
+        self.result_bytes = num_metadata_bytes + num_choice_bytes + logprob_bytes(prompt_logprobs)
 
     def seal(self, *, everything: bool = False) -> Sequence[Piece]:
         """What is to be stored next: what was given out last or, once that is known to be stored, all that
@@ -219,7 +231,7 @@ class HeldJobs:
             job = self._jobs.get(request_id)
             if job is None or job.ended:
                 return None
-            job.ended = True
+            job.end()
             return job
 
     def cancel(self, request_id: RequestId) -> HeldJob | None:
@@ -235,12 +247,12 @@ class HeldJobs:
         return self.end(request_id)
 
     def take_from_aside(self, request_id: RequestId) -> bool:
-        """Let a job run like any other; false if it was cancelled, or is held no more."""
+        """Let a job run alone; false if it was cancelled, or is held no more."""
         with self._lock:
             job = self._jobs.get(request_id)
             if job is None or job.ended or job.cancelled:
                 return False
-            job.aside = False
+            job.aside, job.alone = False, True
             return True
 
     def live_attempt(self, job_id: JobId) -> RequestId | None:
@@ -274,10 +286,18 @@ class HeldJobs:
             ]
         return [_renewal(job, pieces) for job, pieces in sealed]
 
-    def live_renewals(self) -> list[Renewal]:
-        """Last checkpoints of the jobs that have not ended, to hand them back with."""
+    def live_renewals(self, *, but_alone: bool = False) -> list[Renewal]:
+        """Last checkpoints of the jobs that have not ended, to hand them back with.
+
+        Args:
+            but_alone: leave out what was begun alone.
+        """
         with self._lock:
-            sealed = [(job, job.seal(everything=True)) for job in self._jobs.values() if not job.ended]
+            sealed = [
+                (job, job.seal(everything=True))
+                for job in self._jobs.values()
+                if not job.ended and not (but_alone and job.alone)
+            ]
         return [_renewal(job, pieces) for job, pieces in sealed]
 
     def confirm(self, renewals: Iterable[Renewal]) -> None:

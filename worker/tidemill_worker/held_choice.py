@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from tidemill.jobs import Delta
 from tidemill_worker.generation import RankedToken
 from tidemill_worker.request import Ending
-from tidemill_worker.token_logprobs import TokenText, on_wire
+from tidemill_worker.token_logprobs import TokenText, logprob_bytes, on_wire
+
+TOKEN_BYTES = 6
+"""What a result's JSON takes for a token: about."""
 
 
 @dataclass(eq=False)
@@ -59,6 +62,12 @@ class HeldChoice:
     def text(self) -> str:
         """The text of `token_ids` that is safe to show."""
         return "".join(self._texts)
+
+    @property
+    def result_bytes(self) -> int:
+        """About what it takes in a result's JSON."""
+        num_text_bytes = sum(len(text) for text in self._texts)
+        return num_text_bytes + TOKEN_BYTES * len(self.token_ids) + logprob_bytes(self.logprobs)
 
     @property
     def has_news(self) -> bool:

@@ -85,6 +85,7 @@ class Intake:
         self._unreachable = unreachable
         self._next_reclaim = 0.0
         self._refused = False
+        self._serves_suspect = False
         # Of jobs held, like the results above: what is held bounds both.
         self._slow: asyncio.Queue[tuple[Claimed, HeldJob]] = asyncio.Queue()
         self._turn = asyncio.Lock()
@@ -137,8 +138,11 @@ class Intake:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no jobs are claimed though there may be places: Redis refuses, or too much waits for it."""
-        return self._refused or self._is_overloaded
+        """Whether no jobs are claimed though there may be places.
+
+        Because Redis refuses, too much waits for it, or a suspect is to be alone.
+        """
+        return self._refused or self._is_overloaded or self._serves_suspect
 
     @property
     def room(self) -> int:
@@ -206,10 +210,11 @@ class Intake:
         held = sorted(self._held.num_by_priority.elements(), key=PRIORITIES.__getitem__)
         served = held[: self._places]  # with those next in turn
         lowest = served[-1] if served else Priority.HIGH
-        room = self._capacity + max(1, self._capacity // URGENT_PART) - self._held.num_live
-        if lowest is Priority.HIGH or self._is_overloaded:
+        on_top = self._capacity + max(1, self._capacity // URGENT_PART) - self._held.num_live
+        room = min(on_top, served.count(lowest))
+        if lowest is Priority.HIGH or room <= 0 or self._is_overloaded:
             return ()
-        claimed = await self._claim(min(room, served.count(lowest)), above=lowest)
+        claimed = await self._claim(room, above=lowest)
         self._note_answer()
         return claimed
 
@@ -241,9 +246,11 @@ class Intake:
 
     async def _run_alone(self, claimed: Claimed, suspect: HeldJob) -> None:
         """Nothing is claimed meanwhile; there is one at most, the last of a claim."""
+        self._serves_suspect = True
         if await self._isolation.admit(suspect):
             await self._prepare_one(claimed, suspect)
             await self._isolation.over(suspect)
+        self._serves_suspect = False
 
     async def _prepare_one(self, claimed: Claimed, job: HeldJob) -> None:
         if job.ended:

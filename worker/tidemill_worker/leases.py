@@ -74,14 +74,17 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the renewal in progress, or amid it if Redis leaves it without an answer."""
+        """End after the renewal in progress, or amid it if Redis leaves it without an answer.
+
+        A thread that even so does not end, because it looks up a host name say, calls nobody back any more.
+        """
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT)
         if self._thread.is_alive():
             with suppress(RuntimeError):  # it has closed its loop in this very moment
                 self._interrupt()
-            self._thread.join()
+            self._thread.join(JOIN_TIMEOUT)
 
     def let_lapse(self) -> None:
         """Renew nothing more, without waiting for the thread to end."""

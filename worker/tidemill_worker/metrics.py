@@ -87,7 +87,8 @@ LABELLED_COUNTERS: tuple[tuple[str, str, str, Mapping[str, Read]], ...] = (
 )  # fmt: skip
 SERVICE_GAUGES: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ("tidemill_intake_paused",
-     "1 while no jobs are claimed because Redis refuses, or too much waits for it or for the engine; else 0.",
+     "1 while no jobs are claimed because Redis refuses, too much waits for it or for the engine,"
+     " or one job has to run alone; else 0.",
      lambda stats: stats.intake_is_paused),
     ("tidemill_results_waiting", "Jobs that have ended and whose result is not recorded yet.",
      lambda stats: stats.num_unrecorded),
@@ -113,7 +114,7 @@ HISTOGRAMS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
           "Generations that a request asked for.", N_BUCKETS),
 }  # fmt: skip
 FINISHED = ("tidemill_requests_finished", "vllm:request_success",
-            "Generations by how they ended: stop, length, abort or error.")  # fmt: skip
+            "Generations of recorded jobs by how they ended: stop, length, abort or error.")  # fmt: skip
 REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -236,8 +237,8 @@ class Metrics:
         if output.marks is not None and output.error is None:
             self._observe_stages(held, output.marks)
 
-    def ended(self, held: HeldJob, result: Result) -> None:
-        """A job has got its result."""
+    def recorded(self, held: HeldJob, result: Result) -> None:
+        """The result of a job was recorded."""
         self._observe("n", len(result.choices))
         for choice in result.choices:
             reason = REASONS[choice.finish_reason or FinishReason.ERROR]

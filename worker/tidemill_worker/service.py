@@ -37,6 +37,9 @@ from tidemill_worker.intake import Intake
 from tidemill_worker.leases import LeaseKeeper, OpenQueue
 from tidemill_worker.recorder import Recorder
 
+EXIT_TIME = 4.0
+"""Seconds for the process to end when all is done. A thread that hangs, over a prompt say, gets no longer."""
+
 
 class Observer(Protocol):
     """Sees everything worth counting; see `tidemill_worker.metrics`."""
@@ -47,8 +50,8 @@ class Observer(Protocol):
     def progressed(self, held: HeldJob, output: StepOutput) -> None:
         """A step brought this to a job."""
 
-    def ended(self, held: HeldJob, result: Result) -> None:
-        """A job has got its result."""
+    def recorded(self, held: HeldJob, result: Result) -> None:
+        """The result of a job was recorded."""
 
     def unreachable(self, error: QueueUnavailable) -> None:
         """Redis did not do what it was asked."""
@@ -107,7 +110,7 @@ class Service:
         self._open_queue = open_queue
         self._observer = observer
         self.held = HeldJobs()
-        self.engine = EngineThread(engine, deliver=self._deliver, on_failure=self._fail)
+        self.engine = EngineThread(engine, deliver=self._deliver, on_failure=self._fail_over_jobs)
         self._leases = LeaseKeeper(
             open_queue,
             self.held,
@@ -130,19 +133,26 @@ class Service:
         self._release = asyncio.Event()
         self._failed = False
         self._stalled = False
+        self._may_hand_back = True
+        self.has_ended_well = False
+        """Whether `run` has come to its end, and to a good one."""
         self.stop_by: float | None = None
-        """When it has to have ended, by the monotonic clock, once it was told to."""
+        """When the process has to have ended, by the monotonic clock, once it was told to."""
 
     async def run(self) -> bool:
         """Serve until `request_stop`, or until a part fails.
 
         Returns:
-            Whether everything held was finished or handed back.
+            Whether everything held was finished or handed back, and no part has failed.
         """
         self._loop = asyncio.get_running_loop()
         async with self._open_queue() as queue:
             self._recorder = Recorder(
-                queue, self.held, worker=self._name, unreachable=self._observer.unreachable
+                queue,
+                self.held,
+                worker=self._name,
+                recorded=self._observer.recorded,
+                unreachable=self._observer.unreachable,
             )
             self._intake = intake = self._make_intake(queue)
             self._announcer = announcer = self._make_announcer(queue)
@@ -158,11 +168,14 @@ class Service:
             try:
                 await self._drain.wait()
                 self._stop_claiming()
-                return await self._closing(queue, claiming, announcing).run()
+                closed = await self._closing(queue, claiming, announcing).run()
+                self.has_ended_well = closed and not self._failed
+                return self.has_ended_well
             except BaseException:
                 await asyncio.to_thread(self._stop_threads)
                 raise
             finally:
+                self.stop_by = time.monotonic() + EXIT_TIME
                 for task in (claiming, announcing, *others):
                     task.cancel()
                 await asyncio.gather(claiming, announcing, *others, return_exceptions=True)
@@ -183,6 +196,7 @@ class Service:
         What is finished is recorded as long as the process lives.
         """
         self._failed = self._stalled = True
+        self._may_hand_back = False
         self._leases.let_lapse()
         self._on_loop(self._stop_claiming)
 
@@ -218,7 +232,7 @@ class Service:
             engine=self.engine,
             changed=self._recorder.changed,
             reclaim_interval=self._config.lease / 3,
-            answer=self._answer,
+            answer=self._recorder.put,
             claimed=self._observer.claimed,
             unreachable=self._observer.unreachable,
         )
@@ -237,7 +251,8 @@ class Service:
             claiming=claiming,
             announcing=announcing,
             stop_threads=self._stop_threads,
-            may_hand_back=lambda: not self._failed,
+            may_hand_back=lambda: self._may_hand_back,
+            engine_hangs=lambda: self.engine.is_alive,
         )
 
     def _report(self) -> WorkerReport:
@@ -256,7 +271,7 @@ class Service:
     def _stop(self, *, release: bool) -> None:
         """Drain, or hand back everything at once; the watchdog sees that it comes to an end."""
         grace_period = 0.0 if release else self._config.grace_period
-        stop_by = time.monotonic() + grace_period + 2 * CLOSING_TIME
+        stop_by = time.monotonic() + grace_period + CLOSING_TIME
         self.stop_by = stop_by if self.stop_by is None else min(self.stop_by, stop_by)
         self._drain.set()
         if release:
@@ -299,16 +314,11 @@ class Service:
     def _write(self, held: HeldJob, result: Callable[[], Result]) -> None:
         """Writer thread: the answer of a job that the engine has finished, or that was cancelled."""
         try:
-            self._answer(held, result())
+            self._recorder.put(held, result())
         except Exception:
             self._log.exception("answer_failed", job=held.id)
             self.held.forget(held.request_id)
-            self._fail()
-
-    def _answer(self, held: HeldJob, result: Result) -> None:
-        """Any thread: a job that has ended gets its result."""
-        self._observer.ended(held, result)
-        self._recorder.put(held, result)
+            self._fail_over_jobs()
 
     def _lose(self, request: RequestId) -> None:
         """Lease thread: the job is another's now; an ended one only awaits its record's reply."""
@@ -331,6 +341,11 @@ class Service:
         """Any thread: a part has broken; stop without waiting for jobs that cannot end."""
         self._failed = True
         self._on_loop(partial(self._stop, release=True))
+
+    def _fail_over_jobs(self) -> None:
+        """Any thread: the same, of a part that was at work on jobs, one of which may be the reason."""
+        self._may_hand_back = False
+        self._fail()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -11,6 +11,9 @@ from tidemill_worker.generation import RankedToken
 TokenText = Callable[[int], tuple[str, tuple[int, ...] | None]]
 """A token's text alone, and its bytes where these are not whole UTF-8 by themselves."""
 
+LOGPROB_BYTES = 70
+"""What JSON takes for the log-probability of one token: about."""
+
 LEAST = -9999.0
 """Stands for the logarithm of a probability of 0, which JSON cannot say; OpenAI's number for it."""
 
@@ -34,6 +37,11 @@ class StoredToken:
 def on_wire(ranked: Iterable[RankedToken], token_text: TokenText) -> tuple[TokenLogprobs, ...]:
     """What a delta or a result says about these tokens."""
     return tuple(_on_wire(token, token_text) for token in ranked)
+
+
+def logprob_bytes(ranked: Sequence[RankedToken]) -> int:
+    """About what these take in JSON; all have as many likeliest tokens beside them as the first has."""
+    return LOGPROB_BYTES * len(ranked) * (1 + len(ranked[0].top)) if ranked else 0
 
 
 def _on_wire(ranked: RankedToken, token_text: TokenText) -> TokenLogprobs:

@@ -19,10 +19,12 @@ def pauses() -> Iterator[float]:
 async def unless(stopping: asyncio.Event, waiting: Awaitable[Any], *, timeout: float | None = None) -> None:
     """Wait for something that may be abandoned halfway, and no longer than until `stopping` is set."""
     work = asyncio.ensure_future(waiting)
-    stop = asyncio.ensure_future(stopping.wait())
-    done, pending = await asyncio.wait({work, stop}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+    tasks = {work, asyncio.ensure_future(stopping.wait())}
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     if work in done:
         work.result()

@@ -19,14 +19,13 @@ from typing import Protocol, Self
 import structlog
 
 from tidemill.exit_codes import ExitCode
+from tidemill_worker.closing import RECORDING_TIME
 from tidemill_worker.engine import EngineStats
 
 LOOKS = 20
 """How often it looks within the time that a stall may last."""
 MAX_PAUSE = 1.0
 """Seconds between two looks at most."""
-RECORDING_TIME = 5.0
-"""Seconds in which finished results may still be recorded before a stalled worker exits."""
 
 
 class WatchedEngine(Protocol):
@@ -51,6 +50,8 @@ class Watched(Protocol):
     def num_unrecorded(self) -> int: ...
     @property
     def stop_by(self) -> float | None: ...
+    @property
+    def has_ended_well(self) -> bool: ...
     def stall(self) -> None: ...
 
 
@@ -152,14 +153,17 @@ class Watchdog:
     def _await_records(self) -> None:
         deadline = time.monotonic() + RECORDING_TIME
         while self._service.num_unrecorded and time.monotonic() < deadline:
+            self._show_life()
             if self._ended.wait(0.02):
                 return
 
     def _end_overdue(self) -> None:
+        """A stop whose work is done has come to a good end, whatever thread still hangs."""
+        ended_well = self._service.has_ended_well
         try:
             self._log.error("stop_overdue", unrecorded=self._service.num_unrecorded, stacks=stacks())
         finally:
-            self._terminate(ExitCode.FAILED)
+            self._terminate(ExitCode.OK if ended_well else ExitCode.FAILED)
 
 
 def stacks() -> str:
