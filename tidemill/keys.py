@@ -17,12 +17,14 @@ scripts get the names from `lua_names`, as tables: `K.leases`, `F.state`, `E.id`
     load                        hash    unfinished jobs per lane, and their `total`
     doorbell                    stream  one entry; idle workers block on it
     results:<name>              stream  results for one reader, or a group of them
+    readers                     zset    names of result streams by the end of the stream
     deltas:<id>                 stream  what a running job has generated: checkpoint and stream
     dead                        stream  jobs that were given up, with payload
     receipt:<worker>            hash    the last claim and reclaim, to answer a repeat of it
     cancelled:<worker>          set     jobs that it holds and that somebody wants to end
     worker:<worker>             string  its last report
     workers                     zset    workers by the end of their last report
+    server                      hash    the run id of the server, and when that was first seen
     card                        hash    the model card
 
 A lane is <wire version>:<priority>:<tenant>.
@@ -65,12 +67,14 @@ class Key(StrEnum):
     LOAD = "load"
     DOORBELL = "doorbell"
     RESULTS = "results:"
+    READERS = "readers"
     DELTAS = "deltas:"
     DEAD = "dead"
     RECEIPT = "receipt:"
     CANCELLED = "cancelled:"
     WORKER = "worker:"
     WORKERS = "workers"
+    SERVER = "server"
     CARD = "card"
 
 
@@ -96,7 +100,7 @@ class JobField(StrEnum):
     ATTEMPT = "attempt"
     FAILURES = "failures"
     ALONE = "alone"
-    """Of a running job that one more failure would bury: `held`, or `begun` once its holder runs it."""
+    """Of a running job that one more failure may bury: `held`, or `begun` once its holder runs it."""
     TOKENS = "tokens"
     """Tokens checkpointed, of the present generations."""
     FINGERPRINT = "fingerprint"
@@ -162,6 +166,10 @@ class QueueKeys:
     def results(self, name: str) -> str:
         return self._key(Key.RESULTS, name)
 
+    @property
+    def readers(self) -> str:
+        return self._key(Key.READERS)
+
     def deltas(self, job_id: JobId) -> str:
         return self._key(Key.DELTAS, job_id)
 
@@ -213,6 +221,10 @@ class QueueKeys:
     @property
     def workers(self) -> str:
         return self._key(Key.WORKERS)
+
+    @property
+    def server(self) -> str:
+        return self._key(Key.SERVER)
 
     @property
     def card(self) -> str:

@@ -12,6 +12,9 @@ from enum import StrEnum
 from tidemill.errors import ConfigurationError, InvalidJob, JobConflict, QueueFull
 from tidemill.jobs import Delta, JobId, Priority, Status
 
+MAX_REPLIES = 16
+"""Reply names that one job can have: its result is stored once for each."""
+
 
 class Submitted(StrEnum):
     """What became of an accepted submission."""
@@ -135,6 +138,8 @@ class DeltaPage:
     """Where to read on."""
     ended: bool
     """The job has its result. Text and tokens after the last delta are in the result only."""
+    restarted: bool
+    """The job began anew, and no delta after that is here yet: all before it are void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +232,8 @@ class QueueSettings:
     """Delay before the third attempt of a job that has made no progress; doubles from there."""
     max_backoff: float = 300.0
     memory_overdraft: float = 0.1
-    """Part of the server's `maxmemory` that it may hold beyond that before no job is handed out any more."""
+    """Part of the server's `maxmemory` that it may hold beyond that before jobs are held back; and that
+    unread results may take then before none is handed out any more."""
     ageing: float = 60.0
     """Each such span of waiting lifts a job by one priority, so that `low` does not starve."""
 

@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from tidemill import wire
 from tidemill.card import ModelCard
 from tidemill.dead_letters import DeadLetters, requeued
-from tidemill.errors import ErrorCode, InvalidJob, JobConflict, QueueFull
+from tidemill.errors import ErrorCode
 from tidemill.jobs import WIRE_VERSION, ErrorInfo, FinishReason, Job, JobId, Priority, Result, Status
 from tidemill.keys import CardField, QueueKeys
 from tidemill.link import Link
@@ -40,9 +40,9 @@ from tidemill.moves import (
     Renewal,
     RenewOutcome,
     SubmitOutcome,
-    Submitted,
 )
 from tidemill.registry import WorkerReport, WorkerView
+from tidemill.schema import QUEUE_PATTERN, check_name
 from tidemill.scripts import Move
 from tidemill.service import check_weight
 
@@ -62,6 +62,9 @@ class Queue:
         settings: to be the same for all who use the queue.
         wire_version: the newest version of the contract that this side understands.
         clock: monotonic seconds, for this side's memory of outages only.
+
+    Raises:
+        ConfigurationError: `name` is none; in keys and patterns of Redis it would mean something else.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Queue:
         wire_version: int = WIRE_VERSION,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
+        self.name = check_name("queue", name, QUEUE_PATTERN)
         self.settings = settings
         self.keys = QueueKeys(name)
         self._link = Link(redis, self.keys.prefix, settings, clock)
@@ -81,7 +84,6 @@ class Queue:
         self._version = wire_version
         self._series = secrets.token_hex(8)
         self._answered: Counter[tuple[Move, str]] = Counter()
-        self._unanswered: set[tuple[Move, str]] = set()
         self._taking = asyncio.Lock()
         self._bell = "0"
 
@@ -111,31 +113,11 @@ class Queue:
         replies = await self._link.run(Move.SUBMIT, calls)
         answered = dict(zip(sent, chain.from_iterable(replies), strict=True))
         return [
-            self._submit_outcome(job, answered[i].decode())
+            wire.submit_outcome(answered[i].decode(), job, self.name, self.settings)
             if i in answered
-            else self._too_large(job, len(payloads[i]))
+            else wire.too_large(job, len(payloads[i]), self.settings)
             for i, job in enumerate(jobs)
         ]
-
-    def _too_large(self, job: Job, size: int) -> InvalidJob:
-        limit = self.settings.max_payload
-        return InvalidJob(
-            f"job {job.id}: its JSON has {size} bytes, at most {limit} are allowed",
-            field="payload",
-            limit=limit,
-        )
-
-    def _submit_outcome(self, job: Job, reply: str) -> SubmitOutcome:
-        match reply:
-            case "conflict":
-                return JobConflict(f"job {job.id} was submitted before with other content")
-            case "queue_full":
-                limit = self.settings.max_depth
-                return QueueFull(f"queue {self.name} holds {limit} unfinished jobs", limit=limit)
-            case "tenant_full":
-                limit = self.settings.max_tenant_depth or 0
-                return QueueFull(f"tenant {job.tenant} has {limit} unfinished jobs", limit=limit)
-        return Submitted(reply)
 
     async def cancel(self, job_id: JobId) -> CancelOutcome:
         """End a job that is not running, or ask the holder of a running one to end it."""
@@ -211,8 +193,8 @@ class Queue:
         """Take up to `room` waiting jobs under a lease; the last may have to run `alone`.
 
         If the reply to the last call was lost, this one returns the jobs of that call, even if
-        `room` is smaller by now. Else it takes none while the server holds more memory than
-        `memory_overdraft` allows, and raises `QueueUnavailable`.
+        `room` is smaller by now. Else it takes one at a time, or none and raises `QueueUnavailable`, while
+        the server holds more memory than `memory_overdraft` allows.
 
         Args:
             worker: unique per process start.
@@ -227,24 +209,22 @@ class Queue:
         return await self._take(Move.CLAIM, worker, room, fingerprint, *(p.value for p in served))
 
     async def reclaim(self, worker: str, room: int, *, fingerprint: str = "") -> list[Claimed]:
-        """Take up to `room` jobs whose lease has lapsed, as `claim` does; bury those past `max_attempts`.
+        """Take up to `room` jobs whose lease has lapsed, as `claim` does; bury those that are used up.
 
-        Takes none within one lease of a start of the server, or of the end of an outage seen by
-        this queue: leases ran on meanwhile, and their holders must get the time to renew. What a call
-        without a reply has taken is returned all the same.
+        Takes none within one lease of a start of the server, of a change to another one, or of the end of an
+        outage seen by this queue: leases ran on meanwhile, and their holders must get the time to renew.
+        On a server that holds too much for them they join those that wait. What a call without a reply has
+        taken is returned all the same.
         """
         if room <= 0:
             return []
         if await self._link.lately_restored():
-            if (Move.RECLAIM, worker) not in self._unanswered:
-                return []
-            room = 0
+            room = 0  # asked all the same: for what a lost reply had taken, and so that the server is known
         return await self._take(Move.RECLAIM, worker, room, fingerprint)
 
     async def _take(self, move: Move, worker: str, room: int, *arguments: str) -> list[Claimed]:
         async with self._taking:  # two calls under one request would be given the same jobs
             request = f"{self._series}:{self._answered[move, worker]}"
-            self._unanswered.add((move, worker))
             reply = await self._link.one(move, worker, request, room, self._version, *arguments)
             taken = []
             for fields in reply:
@@ -254,7 +234,6 @@ class Queue:
                     await self._refuse(worker, fields, error)
             # Not before: if a refusal did not get through, the others of this reply are asked for again.
             self._answered[move, worker] += 1
-            self._unanswered.discard((move, worker))
         return taken
 
     async def _refuse(self, worker: str, fields: Sequence[Any], error: ValueError) -> None:
@@ -290,7 +269,7 @@ class Queue:
         for reply in await self._link.run(Move.RENEW, wire.renewal_calls(worker, renewals) or [[worker]]):
             lost.update(JobId(job_id.decode()) for job_id in reply[0])
             cancelled.update(JobId(job_id.decode()) for job_id in reply[1])
-        return RenewOutcome(frozenset(lost), frozenset(cancelled))
+        return RenewOutcome(frozenset(lost), frozenset(cancelled - lost))
 
     async def finish(self, worker: str, attempt: int, result: Result) -> FinishOutcome:
         """Record the one result of a held job; its usage is what the tenant is charged in the end."""

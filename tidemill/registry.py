@@ -21,12 +21,19 @@ class WorkerState(StrEnum):
     """It takes no more jobs, and ends when it holds none."""
     STALLED = "stalled"
     """Its engine has work and makes no progress; it is about to exit."""
+    UNKNOWN = "unknown"
+    """Something that only a newer version has a word for. Never reported."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> WorkerState:
+        return cls.UNKNOWN
 
 
 class WorkerReport(Wire):
     """One worker's account of itself, of one moment.
 
-    A field that a newer worker adds is passed over, so that any command can list any worker.
+    A field that a newer worker adds is passed over, and a state that it adds is `unknown`, so that any
+    command can list any worker.
     """
 
     model_config = ConfigDict(extra="ignore")

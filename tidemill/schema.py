@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from tidemill.errors import ErrorCode, InvalidJob
+from tidemill.errors import ConfigurationError, ErrorCode, InvalidJob
 
 LIMITS = frozenset({"ge", "gt", "le", "lt", "min_length", "max_length", "pattern", "expected"})
 """What pydantic calls a bound; beside them it reports the class, or the length that was met."""
@@ -17,6 +17,17 @@ NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """Names of result streams and tenants: short, and safe inside a Redis key."""
 JOB_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"
 QUEUE_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$"
+
+
+def check_name(what: str, name: str, pattern: str) -> str:
+    """Return `name`, which becomes part of keys, where patterns and other commands would misread odd ones.
+
+    Raises:
+        ConfigurationError: naming `what`, and the pattern that it must match.
+    """
+    if re.fullmatch(pattern, name) is None:
+        raise ConfigurationError(f"{what}: {name!r} is not a name; it must match {pattern}")
+    return name
 
 
 def _encodable(text: str) -> str:

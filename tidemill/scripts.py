@@ -17,7 +17,7 @@ from tidemill.keys import lua_names
 LOADS = 3
 """Tries to load a script before giving up on a server that is being flushed again and again."""
 
-LIBRARIES = ("_jobs", "_service", "_lanes", "_answers", "_leases")
+LIBRARIES = ("_jobs", "_service", "_lanes", "_answers", "_memory", "_leases")
 
 
 class Move(StrEnum):

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from tidemill.errors import ErrorCode, InvalidJob
+from tidemill.errors import ErrorCode, InvalidJob, JobConflict, QueueFull
 from tidemill.jobs import Delta, ErrorInfo, FinishReason, Job, JobId, Priority, Result, Status
 from tidemill.keys import ENDED, RESTARTED, EntryField, JobField, split_lane
 from tidemill.moves import (
+    MAX_REPLIES,
     Claimed,
     DeadLetter,
     DeltaPage,
@@ -21,6 +22,8 @@ from tidemill.moves import (
     QueueDepth,
     QueueSettings,
     Renewal,
+    SubmitOutcome,
+    Submitted,
 )
 from tidemill.registry import WorkerReport, WorkerView
 from tidemill.service import UNITS_PER_GENERATED_TOKEN, UNITS_PER_PROMPT_TOKEN
@@ -81,6 +84,7 @@ def script_settings(settings: QueueSettings) -> dict[str, Any]:
         **{name: milliseconds(values[name]) for name in TIMES},
         **{name: values[name] for name in LIMITS if values[name] is not None},
         "priorities": [priority.value for priority in Priority],
+        "max_replies": MAX_REPLIES,
         "prompt_token": UNITS_PER_PROMPT_TOKEN,
         "generated_token": UNITS_PER_GENERATED_TOKEN,
     }
@@ -99,6 +103,34 @@ def _submission(job: Job, payload: bytes, reply_to: str) -> list[Any]:
         job.id, job.digest(), payload, job.priority.value, job.tenant, seed, deadline,
         job.reply_to or reply_to, int(job.stream),
     ]  # fmt: skip
+
+
+def too_large(job: Job, size: int, settings: QueueSettings) -> InvalidJob:
+    """Why a job whose JSON has `size` bytes is not sent."""
+    limit = settings.max_payload
+    return InvalidJob(
+        f"job {job.id}: its JSON has {size} bytes, at most {limit} are allowed", field="payload", limit=limit
+    )
+
+
+def submit_outcome(reply: str, job: Job, queue: str, settings: QueueSettings) -> SubmitOutcome:
+    """Read one word of the reply of `submit.lua`."""
+    match reply:
+        case "conflict":
+            return JobConflict(f"job {job.id} was submitted before with other content")
+        case "too_many_replies":
+            return InvalidJob(
+                f"job {job.id}: reply_to: its result already goes to {MAX_REPLIES} names, which is the most",
+                field="reply_to",
+                limit=MAX_REPLIES,
+            )
+        case "queue_full":
+            limit = settings.max_depth
+            return QueueFull(f"queue {queue} holds {limit} unfinished jobs", limit=limit)
+        case "tenant_full":
+            limit = settings.max_tenant_depth or 0
+            return QueueFull(f"tenant {job.tenant} has {limit} unfinished jobs", limit=limit)
+    return Submitted(reply)
 
 
 def renewal_calls(worker: str, renewals: Sequence[Renewal]) -> list[list[Any]]:
@@ -205,7 +237,7 @@ def delta_page(page: Entries, cursor: str) -> DeltaPage:
             restarted = False
         restarted |= entry.endswith(RESTARTED)
         ended |= entry.endswith(ENDED)
-    return DeltaPage(tuple(deltas), page[-1][0] if page else cursor, ended)
+    return DeltaPage(tuple(deltas), page[-1][0] if page else cursor, ended, restarted)
 
 
 def dead_letter(entry: str, fields: Fields) -> DeadLetter:

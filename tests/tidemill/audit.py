@@ -9,7 +9,10 @@ import redis
 
 Hash = dict[str, str]
 
-EXPIRING = ("results", "receipt", "cancelled", "worker", "workers", "dead", "doorbell", "card")
+EXPIRING = (
+    *("results", "readers", "receipt", "cancelled", "worker", "workers"),
+    *("server", "dead", "doorbell", "card"),
+)
 """Kinds of keys that never last, whatever there is to do."""
 
 
@@ -35,6 +38,7 @@ class Audit:
         self._check_checkpoints()
         self._check_load()
         self._check_accounts()
+        self._check_readers()
         self._check_lifetimes()
         return self.faults
 
@@ -132,6 +136,13 @@ class Audit:
             served, promised = accounts[f"{kind}:{tenant}"]
             weight = float(self._hash("weights").get(tenant, 1))
             self._expect(f"place of {tenant}", standing, served + promised / weight)
+
+    def _check_readers(self) -> None:
+        """Memory that results take is asked for by these names."""
+        keys = {name: f"{self.prefix}results:{name}" for name in self._names("results:")}
+        streams = {name: key for name, key in keys.items() if self.client.type(key) == b"stream"}
+        unread = {name for name, key in streams.items() if self.client.xlen(key)}
+        self._expect("unread, and not among the readers", unread - self._members("readers"), set())
 
     def _check_lifetimes(self) -> None:
         for job_id, job in self.jobs.items():

@@ -9,7 +9,7 @@ from importlib.resources import files
 from tidemill.scripts import LIBRARIES, Move
 
 CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
-WITH_SUBCOMMANDS = ("XGROUP", "XINFO")
+WITH_SUBCOMMANDS = ("MEMORY", "XGROUP", "XINFO")
 
 
 def _text(name: str) -> str:

@@ -304,6 +304,68 @@ async def test_which_attempts_are_alone_follows_from_how_many_there_are(
     assert (view.state, view.failures) == (JobState.DONE, max_attempts)
 
 
+async def fail(queue: Queue, redis: Redis, job: Claimed, finder: Queue) -> list[Claimed]:
+    """Let a holder be lost with its job, and say who may go on: at once, or after the backoff."""
+    if job.alone:
+        await queue.begin(WORKER, A, job.attempt)
+    await lapse(redis, queue, A)
+    found = await finder.reclaim(WORKER, 5)
+    if await redis.zcard(queue.keys.delayed):
+        await make_due(redis, queue, A)
+        found = await finder.claim(WORKER, 5)
+    return found
+
+
+async def test_who_allows_fewer_attempts_buries_nothing_that_did_not_run_alone(
+    queue: Queue, redis: Redis
+) -> None:
+    """Settings are each worker's own, and need not be the same while they are being changed."""
+    generous, strict = sibling(queue, redis, max_attempts=5), sibling(queue, redis, max_attempts=2)
+    job = await submit_and_claim(generous)
+    for failures in (1, 2, 3):
+        (job,) = await fail(generous, redis, job, generous)
+        assert (job.alone, job.failures) == (False, failures)
+
+    (job,) = await fail(generous, redis, job, strict)
+
+    assert (job.alone, job.failures) == (True, 4)
+    assert await fail(strict, redis, job, strict) == []
+    (letter,) = await queue.dead_letters()
+    assert letter.failures == 5
+
+
+async def test_a_released_job_that_failed_too_often_for_its_next_holder_runs_alone(
+    queue: Queue, redis: Redis
+) -> None:
+    generous, strict = sibling(queue, redis, max_attempts=5), sibling(queue, redis, max_attempts=2)
+    job = await submit_and_claim(generous)
+    for _ in range(3):
+        (job,) = await fail(generous, redis, job, generous)
+    await generous.release(WORKER, [renewal(job)])
+
+    (job,) = await strict.claim(WORKER, 5)
+
+    assert (job.alone, job.failures) == (True, 3)
+    assert await strict.finish(WORKER, job.attempt, make_result(A)) is FinishOutcome.OK
+
+
+async def test_workers_that_allow_different_numbers_of_attempts_come_to_an_end(
+    queue: Queue, redis: Redis
+) -> None:
+    """Who ran alone is buried by whoever finds that, however many attempts that one would have allowed."""
+    others = [sibling(queue, redis, max_attempts=number) for number in (4, 2, 3)]
+    job, alone = await submit_and_claim(queue), 0
+    for queue_of_holder, finder in zip(others, [*others[1:], *others[:1]], strict=True):
+        alone += job.alone
+        found = await fail(queue_of_holder, redis, job, finder)
+        if not found:
+            break
+        (job,) = found
+
+    assert alone == 1
+    assert (await only_result(queue, A)).status is Status.FAILED
+
+
 async def test_what_lapses_before_and_after_the_beginning_is_told_by_the_servers_clock(
     queue: Queue, redis: Redis
 ) -> None:

@@ -81,6 +81,15 @@ async def test_nothing_is_heard_of_a_job_that_is_not_the_workers_any_more(
     assert await redis.exists(queue.keys.cancelled(WORKER)) == 0
 
 
+async def test_what_is_lost_is_not_told_as_cancelled_too(queue: Queue) -> None:
+    """A holder that has parted ways with the checkpoint ends nothing: whoever takes the job over does."""
+    claimed = await submit_and_claim(queue)
+    await queue.cancel(A)
+
+    gap = renewal(claimed, 2, start=3)
+    assert await queue.renew(WORKER, [gap]) == RenewOutcome(lost=frozenset({A}))
+
+
 async def test_what_nobody_asks_for_expires(queue: Queue, redis: Redis) -> None:
     await submit_and_claim(queue)
     await queue.cancel(A)

@@ -25,7 +25,6 @@ from tests.tidemill.factories import (
     sibling,
     submit,
     submit_and_claim,
-    timeless,
 )
 from tidemill.errors import ErrorCode
 from tidemill.jobs import Job, JobId, Priority, Status
@@ -229,42 +228,6 @@ async def test_a_released_job_past_its_deadline_expires(queue: Queue, redis: Red
     assert await queue.claim(OTHER, 5) == []
     result = await only_result(queue, "a")
     assert (result.status, result.text, result.token_ids) == (Status.EXPIRED, "0 1 2 ", (0, 1, 2))
-
-
-async def test_a_repeat_after_a_lost_reply_brings_the_same_jobs(queue: Queue, redis: Redis) -> None:
-    """A lost reply must not leave jobs with a worker that does not know of them."""
-    await submit(queue, *(make_job(name) for name in "abc"))
-    twin = sibling(queue, redis)
-    twin._series = queue._series
-
-    lost = await twin.claim(WORKER, 2)
-    found = await queue.claim(WORKER, 1)
-
-    assert timeless(found) == timeless(lost)
-    assert ids(found) == ["a", "b"]
-    assert ids(await queue.claim(WORKER, 5)) == ["c"]
-
-
-async def test_a_claim_that_arrives_after_a_later_one_takes_nothing(queue: Queue, redis: Redis) -> None:
-    """Nobody waits for its reply any more, so nobody would know of the jobs."""
-    await submit(queue, *(make_job(name) for name in "abc"))
-    belated = sibling(queue, redis)
-    belated._series = queue._series
-    await queue.claim(WORKER, 1)
-    await queue.claim(WORKER, 1)
-
-    assert await belated.claim(WORKER, 5) == []
-    assert ids(await queue.claim(WORKER, 5)) == ["c"]
-
-
-async def test_a_repeat_brings_only_what_is_still_held(queue: Queue, redis: Redis) -> None:
-    await submit(queue, make_job("a"), make_job("b"))
-    twin = sibling(queue, redis)
-    twin._series = queue._series
-    await twin.claim(WORKER, 2)
-    await reclaim_after_lapse(redis, queue, "a", OTHER)
-
-    assert ids(await queue.claim(WORKER, 2)) == ["b"]
 
 
 async def test_an_entry_without_a_job_is_answered_and_removed(queue: Queue, redis: Redis) -> None:

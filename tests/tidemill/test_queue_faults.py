@@ -196,6 +196,7 @@ async def test_no_reclaim_within_a_lease_of_a_time_in_which_nothing_could_be_wri
                 raise ResponseError("MISCONF Redis is configured to save snapshots, but cannot")
 
         assert await queue.reclaim(OTHER, 5) == []
+        assert await queue._link.redis.exists(queue.keys.server), "known by then"
         now += 1.5 * queue.settings.lease
         assert [job.job_id for job in await queue.reclaim(OTHER, 5)] == ["a"]
 

@@ -30,6 +30,7 @@ from tests.tidemill.factories import (
     make_report,
     make_result,
     make_settings,
+    sibling,
     text_of,
     timeless,
 )
@@ -48,6 +49,7 @@ PRIORITIES = st.sampled_from(["high", "normal", "low"])
 DEADLINES = st.sampled_from([None, 1000])
 TENANTS = st.sampled_from(["t1", "t2"])
 BUILDS = st.sampled_from(["build-1", "build-2"])
+ALLOWED = st.sampled_from([2, 3])  # attempts; workers may differ in that
 PROMPT = 5
 PROMPTS = st.sampled_from([0, PROMPT])
 """Reported by a holder that does not know the prompt yet, and by one that does."""
@@ -66,13 +68,14 @@ class QueueMachine(RuleBasedStateMachine):
         patient = make_settings(lease=600.0, worker_ttl=600.0)
         self.queue = Queue(self.redis, f"machine-{uuid.uuid4().hex[:12]}", patient)
         # Reclaims ask how old the server is against their own lease; what they take is renewed at once.
-        self.impatient = Queue(self.redis, self.queue.name, make_settings(lease=2.0))
+        self.impatient = {n: sibling(self.queue, self.redis, lease=2.0, max_attempts=n) for n in (2, 3)}
+        self.patient = {n: sibling(self.queue, self.redis, max_attempts=n) for n in (2, 3)}
         self.sync = self.server.client()
         self.submitted: set[JobId] = set()
         self.names: dict[JobId, set[str]] = {}
         self.holders: dict[JobId, tuple[str, Claimed]] = {}
         self.past: list[tuple[str, Claimed]] = []
-        self.attempts = defaultdict[JobId, Attempts](lambda: Attempts(patient.max_attempts))
+        self.attempts = defaultdict[JobId, Attempts](Attempts)
         self.readers: dict[JobId, Reader] = {}
         self.asked: defaultdict[str, set[JobId]] = defaultdict(set)
         self.reported: set[str] = set()
@@ -131,13 +134,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     # workers
 
-    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS)
-    def claim(self, worker: str, room: int, build: str) -> None:
-        claimed = self.do(self.queue.claim(worker, room, fingerprint=build))
+    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS, allowed=ALLOWED)
+    def claim(self, worker: str, room: int, build: str, allowed: int) -> None:
+        claimed = self.do(self.patient[allowed].claim(worker, room, fingerprint=build))
         assert len(claimed) <= room
-        for job in claimed:
-            assert job.job_id not in self.holders
-        self.take(worker, claimed, build)
+        assert not {job.job_id for job in claimed} & self.holders.keys()
+        self.take(worker, claimed, build, allowed)
 
     @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS)
     def claim_after_a_lost_reply(self, worker: str, room: int, build: str) -> None:
@@ -145,11 +147,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue._answered[Move.CLAIM, worker] -= 1
         found = self.do(self.queue.claim(worker, room, fingerprint=build))
         assert timeless(found) == timeless(lost)
-        self.take(worker, found, build)
+        self.take(worker, found, build, self.queue.settings.max_attempts)
 
-    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS)
-    def reclaim(self, worker: str, room: int, build: str) -> None:
-        claimed = self.do(self.impatient.reclaim(worker, room, fingerprint=build))
+    @rule(worker=WORKERS, room=st.integers(1, 4), build=BUILDS, allowed=ALLOWED)
+    def reclaim(self, worker: str, room: int, build: str, allowed: int) -> None:
+        claimed = self.do(self.impatient[allowed].reclaim(worker, room, fingerprint=build))
         taken = {job.job_id: job for job in claimed}
         for job_id, (_, before) in list(self.holders.items()):
             if job_id in taken:
@@ -158,12 +160,12 @@ class QueueMachine(RuleBasedStateMachine):
                 if self.sync.hget(self.queue.keys.job(job_id), "status") != b"cancelled":
                     self.attempts[job_id].lapse(build)
                 self.drop(job_id)
-        self.take(worker, claimed, build)
+        self.take(worker, claimed, build, allowed)
         assert not self.renewed(worker, [Renewal(job.job_id, job.attempt) for job in claimed]).lost
 
-    def take(self, worker: str, claimed: list[Claimed], build: str) -> None:
+    def take(self, worker: str, claimed: list[Claimed], build: str, allowed: int) -> None:
         for job in claimed:
-            self.attempts[job.job_id].hand_over(job, build)
+            self.attempts[job.job_id].hand_over(job, build, allowed)
             self.holders[job.job_id] = (worker, job)
         assert not any(job.alone for job in claimed[:-1])
 
@@ -171,7 +173,8 @@ class QueueMachine(RuleBasedStateMachine):
         """Renew, and hear of each cancellation that was not heard of yet."""
         held = {job_id for job_id, (holder, _) in self.holders.items() if holder == worker}
         outcome: RenewOutcome = self.do(self.queue.renew(worker, renewals))
-        assert self.asked.pop(worker, set()) & held <= outcome.cancelled <= held
+        asked, kept = self.asked.pop(worker, set()), held - outcome.lost
+        assert asked & kept <= outcome.cancelled <= kept
         return outcome
 
     @rule(worker=WORKERS)
@@ -277,15 +280,15 @@ class QueueMachine(RuleBasedStateMachine):
         self.sync.zadd(self.queue.keys.leases, {job_id: 1}, xx=True)
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data(), size=st.integers(0, 2), heir=WORKERS, build=BUILDS)
-    def die(self, data: st.DataObject, size: int, heir: str, build: str) -> None:
+    @rule(data=st.data(), size=st.integers(0, 2), heir=WORKERS, build=BUILDS, allowed=ALLOWED)
+    def die(self, data: st.DataObject, size: int, heir: str, build: str, allowed: int) -> None:
         """A worker is gone with all it held, with or without any progress, and another one finds that."""
         worker, _ = data.draw(st.sampled_from(list(self.holders.values())))
         for job in [job for holder, job in self.holders.values() if holder == worker]:
             if size:
                 self.report_progress(worker, job, [size], 0)
             self.lapse(job.job_id)
-        self.reclaim(heir, 4, build)
+        self.reclaim(heir, 4, build, allowed)
 
     @rule(job_id=IDS)
     def fail_often(self, job_id: JobId) -> None:
@@ -360,7 +363,7 @@ class QueueMachine(RuleBasedStateMachine):
             for job_id in self.submitted:
                 self.lapse(job_id)
             self.backoff_ends()
-            for job in self.do(self.impatient.reclaim("last", 10)) + self.do(self.queue.claim("last", 10)):
+            for job in self.do(self.impatient[3].reclaim("last", 10)) + self.do(self.queue.claim("last", 10)):
                 self.do(self.queue.finish("last", job.attempt, make_result(job.job_id)))
         assert {self.state(job_id) for job_id in self.submitted} <= {JobState.DONE}
         self.one_result_each()

@@ -82,12 +82,14 @@ async def test_an_entry_that_is_no_result_does_not_stop_a_reader(queue: Queue, r
     await redis.xadd(queue.keys.results(REPLY), {"what": "ever"})
     await redis.expire(queue.keys.results(REPLY), 60)
 
-    found = [result for _, result in await queue.results(REPLY)]
+    entries = await queue.results(REPLY)
 
+    found = [result for _, result in entries]
     assert [result.status for result in found] == [Status.FAILED] * 2
     assert found[0].id == "x"
     assert found[0].error is not None
     assert found[0].error.code is ErrorCode.UNDECODABLE
+    await queue.acknowledge(REPLY, [entry for entry, _ in entries])
 
 
 async def test_results_older_than_their_time_are_trimmed(queue: Queue, redis: Redis) -> None:

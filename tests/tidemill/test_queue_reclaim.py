@@ -200,6 +200,22 @@ async def test_nothing_is_reclaimed_within_a_lease_of_the_servers_start(queue: Q
     assert await queue.finish(WORKER, claimed.attempt, make_result("a")) is FinishOutcome.OK
 
 
+async def test_nothing_is_reclaimed_within_a_lease_of_a_change_of_servers(queue: Queue, redis: Redis) -> None:
+    """One that loads for long, or has been a replica, is old when it first answers. The leases ran on."""
+    claimed = await submit_and_claim(queue)
+    assert await queue.reclaim(OTHER, 5) == []
+    ((run_id, since),) = (await redis.hgetall(queue.keys.server)).items()
+    assert (run_id.decode(), since) == ((await redis.info("server"))["run_id"], b"0")
+    await redis.hdel(queue.keys.server, run_id)
+    await redis.hset(queue.keys.server, "its-predecessor", "0")
+
+    assert await reclaim_after_lapse(redis, queue, "a") == []
+    assert await queue.reclaim(WORKER, 5) == []
+    assert await redis.hkeys(queue.keys.server) == [run_id]
+    await redis.hincrby(queue.keys.server, run_id, -int(queue.settings.lease * 1000))
+    assert [job.attempt for job in await queue.reclaim(OTHER, 5)] == [claimed.attempt + 1]
+
+
 async def test_results_are_exactly_one_each_under_contention(queue: Queue, redis: Redis) -> None:
     """Zombies, repeats and reclaims at once; MULTI in place of a script gave 208 of 400 twice."""
     queue = sibling(queue, redis, backoff=0.001)

@@ -21,7 +21,7 @@ from tests.tidemill.factories import (
 )
 from tidemill.errors import InvalidJob, JobConflict, QueueFull
 from tidemill.jobs import Job, JobId, Priority
-from tidemill.moves import JobState, Submitted
+from tidemill.moves import MAX_REPLIES, JobState, Submitted
 from tidemill.queue import Queue
 from tidemill.wire import SUBMISSIONS_PER_SCRIPT
 
@@ -99,6 +99,28 @@ async def test_a_repeat_of_a_finished_job_delivers_its_result_to_a_new_name_once
 
     assert await only_result(queue, "a", "late") == await only_result(queue, "a") == make_result("a")
     assert (await queue.depth()).total == 0
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["unfinished", "finished"])
+async def test_a_result_goes_to_so_many_names_and_no_more(queue: Queue, is_done: bool) -> None:
+    claimed = await submit_and_claim(queue)
+    if is_done:
+        await queue.finish(WORKER, claimed.attempt, make_result("a"))
+    for i in range(1, MAX_REPLIES):
+        (outcome,) = await queue.submit([make_job("a")], reply_to=f"r{i}")
+        assert outcome is (Submitted.DONE if is_done else Submitted.LIVE)
+
+    (refused,) = await queue.submit([make_job("a")], reply_to="one-more")
+    (known,) = await queue.submit([make_job("a")], reply_to="r1")
+
+    assert isinstance(refused, InvalidJob)
+    assert (refused.field, refused.limit) == ("reply_to", MAX_REPLIES)
+    assert known is (Submitted.DONE if is_done else Submitted.LIVE)
+    if not is_done:
+        await queue.finish(WORKER, claimed.attempt, make_result("a"))
+    for name in (REPLY, "r1", f"r{MAX_REPLIES - 1}"):
+        assert await only_result(queue, "a", name) == make_result("a")
+    assert await queue.results("one-more") == []
 
 
 async def test_a_finished_job_whose_result_was_acknowledged_does_not_run_again(queue: Queue) -> None:

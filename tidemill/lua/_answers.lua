@@ -1,5 +1,16 @@
 -- Recording the one result of a job.
 
+-- What takes up a full server is told by the streams that have something to read; see _leases.lua. A name
+-- that is new clears away two whose stream has expired, which bounds how many there are.
+local function note_reader(name)
+  if redis.pcall('ZADD', K.readers, NOW + C.result_ttl, name) == 1 then
+    for _, old in ipairs(redis.call('ZRANGEBYSCORE', K.readers, '-inf', NOW, 'LIMIT', 0, 2)) do
+      redis.call('ZREM', K.readers, old)
+    end
+  end
+  redis.call('PEXPIRE', K.readers, C.result_ttl)
+end
+
 -- Returns the entry's id. A foreign key in the way of the stream must not cost the answer: it then
 -- goes to the default stream.
 local function deliver(name, id, result)
@@ -11,6 +22,7 @@ local function deliver(name, id, result)
     return deliver(DEFAULT_RESULTS, id, result)
   end
   redis.call('PEXPIRE', key, C.result_ttl)
+  note_reader(name)
   return entry
 end
 

@@ -35,6 +35,13 @@ local function detach(job)
   redis.call('ZREM', K.delayed, job.id)
 end
 
+-- Back to the head of the line; `released` names the holder who gave it back, if one did.
+local function put_back(job, released)
+  detach(job)
+  set(job, {released = released, worker = false, alone = false})
+  enqueue(job, 'returned')
+end
+
 local function count(job)
   redis.call('HINCRBY', K.load, TOTAL, 1)
   redis.call('HINCRBY', K.load, lane_of(job), 1)

@@ -28,20 +28,6 @@ local function checkpoint(job, prompt, from, to)
   return true
 end
 
--- Whether a full server has been drawn on as far as it may be: moves that hand out jobs are not refused
--- at its limit, so that it can be emptied, but then results which nobody reads could grow without bound.
--- Asking takes longer than most commands, so once a call. The buffers that Redis leaves out are left out.
-local function overdrawn()
-  local memory = redis.call('INFO', 'memory')
-  local function bytes(name) return number(string.match(memory, name .. ':(%d+)')) end
-  local limit = bytes('\nmaxmemory')
-  if limit == 0 then return false end
-  return bytes('\nused_memory') - bytes('mem_not_counted_for_evict') > limit * (1 + C.memory_overdraft)
-end
-
--- In Redis's own words, so that whoever asks takes it for what it is.
-local OVERDRAWN = {err = 'OOM jobs are handed out again when there is less memory in use'}
-
 -- Whether a worker cannot go on from the checkpoint, because another build made it.
 local function foreign(job, fingerprint) return job.tokens and (job.fingerprint or '') ~= fingerprint end
 
@@ -53,11 +39,11 @@ local function restart(job)
   set(job, {origin = origin, tokens = false})
 end
 
--- Whether one more failure would bury it. If it is its work that brings workers down, it must not take
--- the others' jobs with it; and if it is not, it must not be taken with them.
+-- Whether it must run alone, because one more failure may bury it. If it is its work that brings workers
+-- down, it must not take the others' jobs with it; and if it is not, it must not be taken with them. Who has
+-- set another max_attempts may have counted further already.
 local function is_suspect(job)
-  local failures = number(job.failures)
-  return failures >= 1 and failures == C.max_attempts - 1
+  return C.max_attempts > 1 and number(job.failures) >= C.max_attempts - 1
 end
 
 -- Makes the worker, whose build has this fingerprint, the holder.
@@ -110,6 +96,7 @@ local function answered(move, worker, request)
   return replies
 end
 
+-- Kept for much longer than the lease, because a call may be repeated after a long outage.
 local function remember(move, worker, request, replies)
   local words = {request}
   for _, reply in ipairs(replies) do
@@ -117,5 +104,5 @@ local function remember(move, worker, request, replies)
     words[#words + 1] = reply[4]
   end
   redis.call('HSET', K.receipt .. worker, move, table.concat(words, ' '))
-  redis.call('PEXPIRE', K.receipt .. worker, C.lease)
+  redis.call('PEXPIRE', K.receipt .. worker, math.max(C.lease, C.result_ttl))
 end

@@ -111,8 +111,6 @@ local function take(lane, stream, entry)
     close(job, 'claim', 'failed', 'undecodable', 'the job has lost its payload')
   elseif late(job) then
     expire(job)
-  elseif number(job.failures) >= C.max_attempts then
-    bury(job)
   else
     hand_over(job, worker, fingerprint)
     return reply_for(job)
@@ -129,6 +127,9 @@ local function serve(candidate)
   idle(candidate)
 end
 
+-- In Redis's own words, so that whoever asks takes it for what it is.
+local OVERDRAWN = {err = 'OOM jobs are handed out again when there is less memory in use'}
+
 local replies = answered('claim', worker, request)
 if replies then return replies end
 
@@ -139,7 +140,10 @@ while #replies < room and patience > 0 do
   patience = patience - 1
   local candidate = choose()
   if not candidate then break end
-  if #replies == 0 and overdrawn() then return OVERDRAWN end
+  if not may_hand_out(#replies) then
+    if #replies == 0 then return OVERDRAWN end
+    break
+  end
   local reply = serve(candidate)
   if reply then
     set_clock(candidate.priority, candidate.lane)

@@ -4,10 +4,26 @@
 local worker, request, room, version = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local fingerprint = ARGV[6]
 
+-- When somebody first looked at this server, where another one had been before it: the data were loaded by
+-- then, which its uptime does not tell, or handed to a replica, which may be as old as it likes. 0 for the
+-- first one.
+local function server_since(info)
+  local run_id = string.match(info, 'run_id:(%x+)') or ''
+  local since = redis.call('HGET', K.server, run_id)
+  if not since then
+    since = redis.call('EXISTS', K.server) * NOW
+    redis.call('DEL', K.server)
+    redis.call('HSET', K.server, run_id, since)
+  end
+  redis.call('PEXPIRE', K.server, math.max(C.lease, C.result_ttl))
+  return tonumber(since)
+end
+
 -- Leases ran on while the server was down: give their holders the time of one lease to renew.
 local function started_lately()
-  local uptime = string.match(redis.call('INFO', 'server'), 'uptime_in_seconds:(%d+)')
-  return uptime * 1000 < C.lease
+  local info = redis.call('INFO', 'server')
+  local uptime = string.match(info, 'uptime_in_seconds:(%d+)') * 1000
+  return math.min(uptime, NOW - server_since(info)) < C.lease
 end
 
 local function forget_consumer(stream, consumer)
@@ -44,14 +60,25 @@ local function advanced(job)
 end
 
 -- An attempt that advanced the checkpoint is no failure, nor is one that waited for its worker to have
--- nothing else. Any other is repeated at once the first time, then with growing delay, then not at all.
-local function retry(job)
-  local failed = job.alone ~= 'held' and not advanced(job)
-  if failed then set(job, {failures = number(job.failures) + 1}) end
-  if number(job.failures) >= C.max_attempts then
+-- nothing else.
+local function failed(job) return job.alone ~= 'held' and not advanced(job) end
+
+-- Only what ran alone has surely brought its worker down itself, whatever number of attempts this worker and
+-- its holder were set; unless there is to be but one.
+local function is_used_up(job) return job.alone == 'begun' or C.max_attempts == 1 end
+
+-- A failed attempt is repeated at once the first time, then with growing delay, then not at all. On a server
+-- that is too full to hand it out the job joins those that wait: there its deadline and a cancellation are
+-- seen to.
+local function retry(job, handed_out)
+  local has_failed = failed(job)
+  if has_failed then set(job, {failures = number(job.failures) + 1}) end
+  if has_failed and is_used_up(job) then
     bury(job)
-  elseif failed and number(job.failures) >= 2 then
+  elseif has_failed and number(job.failures) >= 2 then
     delay(job)
+  elseif not may_hand_out(handed_out) then
+    put_back(job, false)
   else
     move_entry(job)
     hand_over(job, worker, fingerprint)
@@ -59,10 +86,10 @@ local function retry(job)
   end
 end
 
-local function take(job)
+local function take(job, handed_out)
   if job.cancel then return cancel(job) end
   if late(job) then return expire(job) end
-  return retry(job)
+  return retry(job, handed_out)
 end
 
 -- A lease without a job: somebody, or an eviction, took the hash. Its entry is found by looking.
@@ -84,8 +111,7 @@ if replies then return replies end
 
 replies = {}
 local lapsed = redis.call('ZRANGEBYSCORE', K.leases, '-inf', NOW, 'LIMIT', 0, room * 4 + 100)
-if #lapsed > 0 and started_lately() then lapsed = {} end
-if #lapsed > 0 and overdrawn() then return OVERDRAWN end
+if started_lately() then lapsed = {} end
 local orphans = false
 for _, id in ipairs(lapsed) do
   if #replies >= room then break end
@@ -95,7 +121,7 @@ for _, id in ipairs(lapsed) do
     orphans = true
   elseif tonumber(job.version) <= version then
     local stream, holder = stream_of(job), job.worker
-    local reply = take(job)
+    local reply = take(job, #replies)
     if holder ~= worker then forget_consumer(stream, holder) end
     if reply then replies[#replies + 1] = reply end
     if reply and is_last(reply) then break end

@@ -3,20 +3,13 @@
 
 local worker = ARGV[2]
 
--- Back to the head of the line; the attempt is not a failure.
-local function release(job, attempt)
-  detach(job)
-  set(job, {released = token_of(worker, attempt), worker = false, alone = false})
-  enqueue(job, 'returned')
-end
-
 local lost = {}
 local i = 3
 while i <= #ARGV do
   local id, attempt, prompt, last = ARGV[i], ARGV[i + 1], ARGV[i + 2], i + 3 + 3 * ARGV[i + 3]
   local job = load(id)
   if held_by(job, worker, attempt) and checkpoint(job, prompt, i + 4, last) then
-    if job.cancel then cancel(job) else release(job, attempt) end
+    if job.cancel then cancel(job) else put_back(job, token_of(worker, attempt)) end
   elseif not (job and job.released == token_of(worker, attempt)) then
     lost[#lost + 1] = id
   end

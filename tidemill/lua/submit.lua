@@ -15,8 +15,13 @@ local function with_reply(replies, name, entry)
   return (replies and replies .. ' ' or '') .. name .. '=' .. entry
 end
 
-local function has_reply(job, name)
-  return string.find(' ' .. job.replies .. ' ', ' ' .. name .. '=', 1, true)
+-- Whether its result goes to this name already; to how many it goes.
+local function replies_of(job, wanted)
+  local known, count = false, 0
+  for name in string.gmatch(job.replies, '([^= ]+)=') do
+    known, count = known or name == wanted, count + 1
+  end
+  return known, count
 end
 
 -- The result is kept in the streams it went to; take it from the first that still has it.
@@ -30,7 +35,8 @@ end
 local function join(job, ask)
   if job.digest ~= ask.digest then return 'conflict' end
   job.replies = job.replies or ''
-  local known = has_reply(job, ask.reply)
+  local known, count = replies_of(job, ask.reply)
+  if not known and count >= C.max_replies then return 'too_many_replies' end
   if job.state ~= 'done' then
     if not known then set(job, {replies = with_reply(job.replies, ask.reply, '')}) end
     return 'live'
