@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -16,7 +17,7 @@ from tidemill.inbox import end
 from tidemill.jobs import Delta, Job, JobId, Result
 from tidemill.moves import CancelOutcome, DeadLetter, JobView, QueueDepth
 from tidemill.registry import WorkerView
-from tidemill.submission import BATCH, OnError, Submission, accepted, batched
+from tidemill.submission import BATCH, OnError, Outcome, accepted, batched
 
 T = TypeVar("T")
 
@@ -69,6 +70,10 @@ class BlockingClient:
         """See `Client.submit`."""
         return self._call(self._client.submit(job, wait_for_room=wait_for_room))
 
+    def submit_batch(self, jobs: Sequence[Job], *, wait_for_room: float = 0.0) -> list[Outcome]:
+        """See `Client.submit_batch`."""
+        return self._call(self._client.submit_batch(jobs, wait_for_room=wait_for_room))
+
     def submit_many(
         self,
         jobs: Iterable[Job],
@@ -78,7 +83,7 @@ class BlockingClient:
         wait_for_room: float = 0.0,
     ) -> Iterator[JobId]:
         """See `Client.submit_many`; `jobs` is walked, and `on_error` called, in the calling thread."""
-        submission = Submission(self._client.submit_batch, wait_for_room=wait_for_room)
+        submission = self._client._submission(wait_for_room)
         for chunk in batched(jobs, batch):
             for settled in self._iterate(submission.settle(chunk)):
                 yield from accepted(chunk, settled, on_error)
@@ -154,6 +159,7 @@ class BlockingClient:
         await self._client.close()
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         await end(*calls)
+        await asyncio.get_running_loop().shutdown_asyncgens()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -189,7 +195,20 @@ class BlockingClient:
             while (item := self._call(_next(items, turn))) is not None:
                 yield item
         finally:
-            self._call(_close(items, turn))
+            self._leave(_close(items, turn))
+
+    def _leave(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Close an iterator that may not have been walked to its end, unless it ended with the client.
+
+        The last reference to one may vanish in the loop's own thread, where nobody can wait for the loop.
+        """
+        is_gone = self._closed or self._thread is None or not self._thread.is_alive() or sys.is_finalizing()
+        if is_gone:
+            closing.close()
+        elif threading.current_thread() is self._thread:
+            asyncio.run_coroutine_threadsafe(closing, self._running_loop())
+        else:
+            self._call(closing)
 
 
 async def _next(items: AsyncGenerator[T, None], turn: asyncio.Lock) -> T | None:

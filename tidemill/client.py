@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from tidemill.moves import (
 from tidemill.patience import Patience
 from tidemill.queue import Queue
 from tidemill.registry import WorkerView
-from tidemill.schema import NAME_PATTERN, QUEUE_PATTERN
+from tidemill.schema import NAME_PATTERN, check_name
 from tidemill.streaming import DeltaReader
 from tidemill.submission import BATCH, OnError, Outcome, Submission, abatched, accepted
 
@@ -60,7 +59,7 @@ class ClientSettings:
     """Jobs that one `as_completed` waits for at a time, and so the most answers that it holds for a slow
     consumer."""
     patience: float = 30.0
-    """Seconds that Redis may be away before those who wait for a result or read along are told."""
+    """Seconds that Redis may be away before those who wait for a result or room, or read along, are told."""
 
     def __post_init__(self) -> None:
         for name in ("max_connections", "window"):
@@ -97,16 +96,16 @@ class Client:
         Raises:
             ConfigurationError: the URL, or the name of the queue or of the results, is not one.
         """
-        self.queue = _checked("queue", queue, QUEUE_PATTERN)
-        self.results = _checked("results", results or uuid.uuid4().hex, NAME_PATTERN)
+        self.queue = queue
+        self.results = check_name("results", results or uuid.uuid4().hex, NAME_PATTERN)
         settings = settings or ClientSettings()
         self._window = settings.window
         self._redis = connect(url, queue=queue, max_connections=settings.max_connections)
         self._queue = Queue(self._redis, queue, settings.queue)
         self._answers = RecordedAnswers(self._redis, self._queue, self.results)
-        patience = Patience(settings.patience)
-        self._inbox = Inbox(self._answers, patience=patience)
-        self._reader = DeltaReader(self._queue, self._answers, patience)
+        self._patience = Patience(settings.patience)
+        self._inbox = Inbox(self._answers, patience=self._patience)
+        self._reader = DeltaReader(self._queue, self._answers, self._patience)
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,7 +128,8 @@ class Client:
 
         Args:
             job: what is wanted.
-            wait_for_room: seconds to go on trying while the queue or the tenant is at its limit.
+            wait_for_room: seconds to go on trying while the queue or the tenant is at its limit, or, as
+                long as `patience` allows, while Redis is away.
 
         Raises:
             InvalidJob: it is too large; `field` and `limit` say what and by how much.
@@ -146,9 +146,9 @@ class Client:
         """Submit jobs in one round trip; each one's id, or why it was refused, in their order.
 
         Those that find no room, and only those, are tried again in their order for up to `wait_for_room`
-        seconds.
+        seconds, in which Redis may also be away; see `submit`.
         """
-        submission = Submission(self._submit, wait_for_room=wait_for_room)
+        submission = self._submission(wait_for_room)
         outcomes: dict[int, Outcome] = {}
         async for settled in submission.settle(jobs):
             outcomes.update(settled)
@@ -168,13 +168,16 @@ class Client:
         once the ids accepted with it have been yielded, and nothing more is submitted.
 
         Jobs that find no room are tried again in their order, for up to `wait_for_room` seconds a
-        batch; the next batch waits for them.
+        batch, in which Redis may also be away; the next batch waits for them.
         """
-        submission = Submission(self._submit, wait_for_room=wait_for_room)
+        submission = self._submission(wait_for_room)
         async for chunk in abatched(jobs, batch):
             async for settled in submission.settle(chunk):
                 for job_id in accepted(chunk, settled, on_error):
                     yield job_id
+
+    def _submission(self, wait_for_room: float) -> Submission:
+        return Submission(self._submit, patience=self._patience, wait_for_room=wait_for_room)
 
     async def _submit(self, jobs: Sequence[Job]) -> list[Outcome]:
         outcomes = await self._queue.submit(jobs, reply_to=self.results)
@@ -243,7 +246,8 @@ class Client:
         ended: `result` tells. A job submitted without `stream` comes in larger and later pieces.
 
         If the job began anew, on a worker of another build, the first piece after that has `restart`
-        set: all pieces before it are void, and those from it on are the whole.
+        set: all pieces before it are void, and those from it on are the whole. If there are none, it
+        is an empty one.
 
         Raises:
             JobUnknown: there is no such job, or it has expired, or was lost with the server's data.
@@ -315,9 +319,3 @@ class Client:
     async def ping(self) -> None:
         """Return if Redis can be used; the `QueueUnavailable` raised otherwise says why not."""
         await self._queue.ping()
-
-
-def _checked(what: str, name: str, pattern: str) -> str:
-    if re.fullmatch(pattern, name) is None:
-        raise ConfigurationError(f"{what}: {name!r} is not a name; it must match {pattern}")
-    return name

@@ -196,7 +196,7 @@ def _fixed_options(given: dict[str, Any]) -> dict[str, Any]:
     }
     if connection_class is not _UnixConnection:  # which knows no such option
         options["socket_keepalive"] = True
-    for name in ("max_connections", "timeout", "sentinel_username", "sentinel_password"):
+    for name in ("sentinel_username", "sentinel_password"):
         options.pop(name, None)
     return options
 
@@ -210,7 +210,7 @@ def _check_options(url: ServerURL, options: dict[str, Any]) -> None:
             trial.ssl_context.get()
         return
     except (TypeError, ValueError, OSError, RedisError) as error:
-        reason = str(error) if url.names_host else "one that is not known, or a value that does not fit"
+        reason = str(error) if url.may_tell_options else "one has a value that does not fit"
     # Not from there: what is not told must not go along as the context either.
     raise ConfigurationError(f"options of the Redis URL: {reason}")
 

@@ -16,6 +16,8 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     ConnectionError,
+    ExecAbortError,
+    InvalidResponse,
     MasterDownError,
     MovedError,
     NoPermissionError,
@@ -35,12 +37,14 @@ from tidemill.topology import PrimaryUnknown
 
 _OUTAGES = (
     *(ConnectionError, TimeoutError, ReadOnlyError, MasterDownError, ClusterDownError),
-    *(AskError, MovedError, TryAgainError),
+    *(AskError, MovedError, TryAgainError, ExecAbortError),
 )
 
 _DENIED = "does not permit this user what the queue needs"
 _DENIED_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't")
 """How Valkey, and Redis 7.0, begin to say that a script of ours does what the user may not."""
+_KILLED = "Script killed by user"
+"""What they both say somewhere if somebody has ended it with SCRIPT KILL."""
 
 _REASONS: tuple[tuple[type[RedisError], str], ...] = (
     (AuthenticationError, "refuses the credentials"),
@@ -55,6 +59,8 @@ _REASONS: tuple[tuple[type[RedisError], str], ...] = (
     (MovedError, "does not hold this queue, another node of the cluster does (redis+cluster:// finds it)"),
     (AskError, "is handing this queue over to another node of the cluster"),
     (TryAgainError, "is handing this queue over to another node of the cluster"),
+    (ExecAbortError, "has discarded a transaction"),
+    (InvalidResponse, "does not speak as Redis does"),
     (PrimaryUnknown, "has no primary that could be found"),
     (TimeoutError, "does not answer"),
     (ConnectionError, "cannot be reached"),
@@ -70,6 +76,7 @@ _REFUSALS = {
     "NOAUTH": "refuses the credentials",
     "WRONGPASS": "refuses the credentials",
     "BUSY": "is busy with somebody's script",
+    "DENIED": "lets nobody in from here (protected mode)",
     "UNBLOCKED": "has become a replica",
 }
 
@@ -90,6 +97,8 @@ def unavailable(error: RedisError, redis: Redis) -> QueueUnavailable | None:
 def _reason(error: RedisError) -> str | None:
     if isinstance(error, ResponseError) and str(error).startswith(_DENIED_IN_SCRIPT):
         return _DENIED
+    if isinstance(error, ResponseError) and _KILLED in str(error):
+        return "was told to kill a script of ours"
     for kind, reason in _REASONS:
         if isinstance(error, kind):
             return reason

@@ -5,16 +5,17 @@
     redis+sentinel://[user:password@]host[:26379][,host…]/service[/database]
     redis+cluster://[user:password@]host[:6379][,host…]
 
-The last two with TLS: `rediss+sentinel://`, `rediss+cluster://`.
+The last two with TLS: `rediss+sentinel://`, `rediss+cluster://`. Options after a `?` are those below.
 """
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from redis.asyncio.connection import parse_url
 
@@ -32,6 +33,26 @@ class Kind(StrEnum):
 
 DEFAULT_PORTS = {Kind.SINGLE: 6379, Kind.SENTINEL: 26379, Kind.CLUSTER: 6379}
 
+OPTIONS = frozenset({"client_name", "db", "password", "username"})
+SENTINEL_OPTIONS = frozenset({"sentinel_password", "sentinel_username"})
+TLS_OPTIONS = frozenset(
+    {
+        *(
+            "ssl_ca_certs",
+            "ssl_ca_data",
+            "ssl_ca_path",
+            "ssl_cert_reqs",
+            "ssl_certfile",
+            "ssl_check_hostname",
+        ),
+        *("ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password"),
+    }
+)
+PASSWORDS = frozenset({"password", "sentinel_password", "ssl_password"})
+
+Where = tuple[tuple[Address, ...], str, dict[str, Any]]
+"""Seeds, service and options."""
+
 
 @dataclass(frozen=True)
 class ServerURL:
@@ -44,19 +65,17 @@ class ServerURL:
     """The name by which the sentinels know the primary."""
     options: dict[str, Any] = field(repr=False)
     """redis-py's own options: credentials, database, TLS; `connection_class` unless it is plain TCP."""
-
-    @property
-    def names_host(self) -> bool:
-        """If so, no part of a password that is not percent-encoded can have been taken for an option."""
-        return "host" in self.options
+    may_tell_options: bool
+    """False if the end of a password that is not percent-encoded can have been taken for one of them."""
 
     @classmethod
     def parse(cls, url: str) -> ServerURL:
         """Take a URL apart.
 
         Raises:
-            ConfigurationError: it is none of these. The message has no part of it: a password may
-                stand anywhere in a URL that is wrong.
+            ConfigurationError: it is none of these, or has an option that is not known here. The
+                message has nothing of it but the name of such an option: a password may stand
+                anywhere in a URL that is wrong.
         """
         with suppress(ValueError):
             return _parse(url)
@@ -70,41 +89,62 @@ class ServerURL:
 
 
 def _parse(url: str) -> ServerURL:
-    scheme, _, name = urlsplit(url).scheme.partition("+")
-    kind = Kind(name)
-    if kind is Kind.SINGLE:
-        options = dict(parse_url(url))
-        seeds = () if "path" in options else (_address(options, kind),)
-        return ServerURL(kind, seeds, "", options)
-    if scheme not in ("redis", "rediss"):
-        raise ValueError("a Unix socket leads to one server")
-    return _parse_many(kind, scheme, url)
-
-
-def _parse_many(kind: Kind, scheme: str, url: str) -> ServerURL:
-    """One ordinary URL is made for each host, and left to redis-py to understand."""
     parts = urlsplit(url)
+    if "@" in parts.path + parts.query or "#" in url:
+        raise ValueError("the password has a character that ends the part of a URL where it belongs")
+    scheme, _, name = parts.scheme.partition("+")
+    kind = Kind(name)
+    where = _socket(kind, parts) if scheme == "unix" else _servers(kind, scheme, parts)
+    return ServerURL(kind, *where, may_tell_options=_check_names(parts.query, scheme, kind))
+
+
+def _socket(kind: Kind, parts: SplitResult) -> Where:
+    if kind is not Kind.SINGLE or parts.hostname or not parts.path:
+        raise ValueError("a Unix socket is a path, and leads to one server")
+    return (), "", dict(parse_url(parts.geturl()))
+
+
+def _servers(kind: Kind, scheme: str, parts: SplitResult) -> Where:
+    """One ordinary URL is made for each host, for redis-py to understand."""
     user, at, hosts = parts.netloc.rpartition("@")
-    service, database = _path(kind, parts.path)
-    each = [
-        dict(parse_url(f"{scheme}://{user}{at}{host}/{database}?{parts.query}")) for host in hosts.split(",")
+    each: list[dict[str, Any]] = [
+        dict(parse_url(f"{scheme}://{user}{at}{host}?{parts.query}")) for host in hosts.split(",")
     ]
     if not all(options.get("host") for options in each):
         raise ValueError("a host is missing")
-    if kind is Kind.CLUSTER and each[0].get("db"):
+    if kind is Kind.SINGLE and len(each) > 1:
+        raise ValueError("several hosts, and nobody to say which one is the primary")
+    service, database = _path(kind, parts.path)
+    options = each[0]
+    if database is not None and options.setdefault("db", database) != database:
+        raise ValueError("two databases")
+    if options.get("db") and kind is Kind.CLUSTER:
         raise ValueError("a cluster has one database")
-    return ServerURL(kind, tuple(_address(options, kind) for options in each), service, each[0])
+    seeds = tuple(Address(one["host"], one.get("port", DEFAULT_PORTS[kind])) for one in each)
+    return seeds, service, options
 
 
-def _path(kind: Kind, path: str) -> tuple[str, int]:
+def _path(kind: Kind, path: str) -> tuple[str, int | None]:
     """Service and database."""
     names = path.removeprefix("/").split("/")
     service = names.pop(0) if kind is Kind.SENTINEL else ""
-    database = int("".join(names) or "0") if len(names) < 2 else -1
-    if database < 0 or (kind is Kind.SENTINEL and not service):
+    database = "/".join(names)
+    if not re.fullmatch("[0-9]*", database) or (kind is Kind.SENTINEL and not service):
         raise ValueError("not a path of this kind")
-    return service, database
+    return service, int(database) if database else None
 
 
-def _address(options: dict[str, Any], kind: Kind) -> Address:
-    return Address(options.get("host", "localhost"), options.get("port", DEFAULT_PORTS[kind]))
+def _check_names(query: str, scheme: str, kind: Kind) -> bool:
+    """Refuse options that would go unheard or be misunderstood; returns `may_tell_options`."""
+    names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
+    known = OPTIONS.union(
+        TLS_OPTIONS if scheme == "rediss" else (), SENTINEL_OPTIONS if kind is Kind.SENTINEL else ()
+    )
+    may_tell = PASSWORDS.isdisjoint(names)
+    for name in names:
+        if name not in known:
+            which = repr(name) if may_tell or name in PASSWORDS else "one"
+            raise ConfigurationError(
+                f"options of the Redis URL: {which} is not known here; known are {', '.join(sorted(known))}"
+            )
+    return may_tell

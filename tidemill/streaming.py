@@ -41,6 +41,8 @@ class DeltaReader:
             cursor = page.cursor
             for delta in filter(told.take, page.deltas):
                 yield delta
+            if page.restarted:
+                told.begin_anew()
             if not is_done and (page.ended or not page.deltas):
                 answer = await ride_out(look)
             if answer is not None and (page.ended or (is_done and not page.deltas)):

@@ -14,12 +14,14 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
+from functools import partial
 from typing import TypeVar
 
 from tidemill.backoff import pauses
 from tidemill.completion import each
 from tidemill.errors import QueueFull, TidemillError
 from tidemill.jobs import Job, JobId
+from tidemill.patience import Patience
 
 T = TypeVar("T")
 
@@ -43,9 +45,11 @@ class Submission:
     Where a tenant's jobs found no room, its next one is tried alone, then twice as many each time as long
     as all of them are accepted: a full queue is asked little, and one that empties fills quickly. By
     tenant, because the limit that was met may be of one tenant only.
+
+    Absences of Redis are ridden out in that time, as long as patience allows.
     """
 
-    def __init__(self, submit: Submit, *, wait_for_room: float) -> None:
+    def __init__(self, submit: Submit, *, patience: Patience, wait_for_room: float) -> None:
         """`submit` makes one try; `wait_for_room` is how many seconds each batch may take.
 
         Raises:
@@ -54,11 +58,16 @@ class Submission:
         if not wait_for_room >= 0:
             raise ValueError(f"wait_for_room must be at least 0 s, got {wait_for_room}")
         self._submit = submit
+        self._patience = patience
         self._wait = wait_for_room
         self._shares: dict[str, int] = {}
 
     async def settle(self, jobs: Sequence[Job]) -> AsyncGenerator[Settled, None]:
-        """What becomes of `jobs`, in parts as it is decided; at the end, those that never found room."""
+        """What becomes of `jobs`, in parts as it is decided; at the end, those that never found room.
+
+        Raises:
+            QueueUnavailable: Redis was away, and still when patience or the time for the batch was over.
+        """
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._wait
         waiting = dict(enumerate(jobs))
@@ -66,7 +75,9 @@ class Submission:
         while waiting:
             is_last = clock() >= give_up
             tried = list(waiting) if is_last else self._next_of(waiting)
-            outcomes = list(zip(tried, await self._submit([jobs[place] for place in tried]), strict=True))
+            submit = partial(self._submit, [jobs[place] for place in tried])
+            decided = await self._patience.ride_out(submit, until=give_up)
+            outcomes = list(zip(tried, decided, strict=True))
             self._learn(jobs, outcomes)
             settled = [pair for pair in outcomes if is_last or not isinstance(pair[1], QueueFull)]
             for place, _ in settled:

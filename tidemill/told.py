@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from tidemill.jobs import Delta, Result
+from tidemill.jobs import Choice, Delta, Result, Status
 
 
 class Told:
@@ -15,6 +15,7 @@ class Told:
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
         self._characters: Counter[int] = Counter()
         self._num_tokens = 0
+        self._is_void = False
 
     def take(self, delta: Delta) -> bool:
         """Note a piece that is to be given out; one with `restart` makes void what was told before.
@@ -22,22 +23,29 @@ class Told:
         False, and nothing is noted, if it does not go on where the last one ended: the server has lost
         what came between, or repeats what was told. The result has the whole.
         """
-        if delta.restart:
+        self._is_void |= delta.restart
+        if delta.restart and delta.index == 0:
             self._forget()
-        if delta.index != self._num_tokens:
+        if self._is_void or delta.index != self._num_tokens:
             return False
         self._tokens[delta.choice] += delta.token_ids
         self._characters[delta.choice] += len(delta.text)
         self._num_tokens += len(delta.token_ids)
         return True
 
+    def begin_anew(self) -> None:
+        """Note that what was told is void, and that no piece has said so yet."""
+        self._is_void = True
+
     def rest(self, result: Result) -> Iterator[Delta]:
         """The last piece of each generation, if there is more of it than was given out.
 
-        If what was given out is not how the result begins, the result is told from its beginning.
+        If what was given out is void, or not how the result begins, the result is told from its
+        beginning; one that has nothing to tell, as an empty piece that says `restart`.
         """
-        restart = not self._is_beginning_of(result)
-        if restart:
+        restart = False
+        if self._is_void or not self._is_beginning_of(result):
+            restart = bool(self._tokens)
             self._forget()
         for choice in result.choices:
             told = len(self._tokens[choice.index])
@@ -55,16 +63,24 @@ class Told:
                 self.take(rest)
                 restart = False
                 yield rest
+        if restart:
+            yield Delta(index=0, restart=True)
 
     def _is_beginning_of(self, result: Result) -> bool:
-        """A generation without tokens contradicts nothing: its job failed before there was any result."""
+        """A job that failed before there was any result leaves generations that contradict nothing."""
         return all(
-            list(choice.token_ids[: len(told)]) == told
+            self._begins(choice)
             for choice in result.choices
-            if choice.token_ids and (told := self._tokens[choice.index])
+            if choice.token_ids or result.status is Status.SUCCEEDED
         )
+
+    def _begins(self, choice: Choice) -> bool:
+        told = self._tokens.get(choice.index, [])
+        has_text = len(choice.text) >= self._characters[choice.index]
+        return has_text and (not choice.token_ids or list(choice.token_ids[: len(told)]) == told)
 
     def _forget(self) -> None:
         self._tokens.clear()
         self._characters.clear()
         self._num_tokens = 0
+        self._is_void = False

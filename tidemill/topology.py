@@ -6,8 +6,10 @@ primary by then. A queue lives on one node of a cluster, since all its keys shar
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -75,12 +77,25 @@ class Seeds:
         *others, last = self.openers
         for opener in others:
             try:
-                async with opener(address) as node:
+                async with _opened(opener, address) as node:
                     return await question(node)
             except AuthenticationError:
                 continue
-        async with last(address) as node:
+        async with _opened(last, address) as node:
             return await question(node)
+
+
+@asynccontextmanager
+async def _opened(opener: Opener, address: Address) -> AsyncIterator[Redis]:
+    """A connection to a node, closed at the end even if its user is cancelled just then.
+
+    redis-py closes in tasks of their own, which a cancellation keeps from beginning.
+    """
+    node = opener(address)
+    try:
+        yield node
+    finally:
+        await asyncio.shield(node.aclose())
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,14 @@ class TestAnswers:
         assert f"127.0.0.1:{port} cannot be reached" in shown.err
         assert "hunter2" not in shown.err
 
+    @pytest.mark.parametrize("command", ["submit", "workers", "summarize"])
+    def test_the_help_names_every_kind_of_url(self, tidemill: Run, command: str) -> None:
+        shown = " ".join(tidemill(command, "--help").out.split())
+        for tls in ("redis", "rediss"):
+            for kind in ("", "+sentinel", "+cluster"):
+                assert f"{tls}{kind}://" in shown
+        assert "unix://" in shown
+
     def test_a_queue_must_be_named(self, tidemill: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TIDEMILL_QUEUE")
         shown = tidemill("status", "a")

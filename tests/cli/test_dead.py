@@ -161,13 +161,29 @@ class TestRequeue:
 @pytest.mark.usefixtures("letters")
 class TestPurge:
     @pytest.mark.parametrize("arguments", [["a"], ["--all"]])
-    @pytest.mark.parametrize("stdin", [b"n\n", b""])
+    @pytest.mark.parametrize(
+        ("stdin", "code", "last"),
+        [
+            (b"n\n", ExitCode.OK, "tidemill: nothing was purged"),
+            (b"\n", ExitCode.OK, "tidemill: nothing was purged"),
+            (b"", ExitCode.FAILED, "Aborted!"),
+        ],
+        ids=["no", "return", "nobody there"],
+    )
     def test_nothing_is_purged_without_a_yes(
-        self, tidemill: Run, client: BlockingClient, arguments: list[str], stdin: bytes
+        self,
+        tidemill: Run,
+        client: BlockingClient,
+        arguments: list[str],
+        stdin: bytes,
+        code: ExitCode,
+        last: str,
     ) -> None:
+        """A no is an answer like any other; nobody to answer is a mistake of whoever wrote the script."""
         shown = tidemill("dead", "purge", *arguments, stdin=stdin)
-        assert (shown.code, shown.out) == (ExitCode.FAILED, "")
+        assert (shown.code, shown.out) == (code, "")
         assert "for good? [y/N]" in shown.err
+        assert shown.err.endswith(f"{last}\n")
         assert client.depth().dead_letters == 2
 
     def test_a_yes_purges_and_error_results_stay(self, tidemill: Run, client: BlockingClient) -> None:

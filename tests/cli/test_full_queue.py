@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -12,9 +14,12 @@ from tests.tidemill.echo_worker import echo_worker
 from tests.tidemill.servers import Server
 from tidemill.blocking import BlockingClient
 from tidemill.client import ClientSettings
+from tidemill.errors import QueueUnavailable
 from tidemill.exit_codes import ExitCode
 from tidemill.jobs import Job
-from tidemill.moves import QueueSettings
+from tidemill.moves import QueueSettings, SubmitOutcome
+from tidemill.patience import Patience
+from tidemill.queue import Queue
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +62,51 @@ def test_a_file_ends_where_the_time_is_over(tidemill: Run) -> None:
     shown = tidemill("submit", "--file", "-", "--wait-for-room", "0.1", stdin=b'{"prompt": "x"}\n' * 3)
     assert (shown.code, shown.out) == (ExitCode.QUEUE_FULL, "")
     assert [line.split(": ")[1] for line in shown.err.splitlines()] == ["<stdin>:1", "<stdin>:2", "<stdin>:3"]
+
+
+def lines(*names: str) -> bytes:
+    return b"".join(b'{"id": "%s", "prompt": "x"}\n' % name.encode() for name in names)
+
+
+@pytest.mark.parametrize("options", [[], ["--wait-for-room", "0.1"]])
+def test_a_file_that_got_in_by_half_says_where_to_go_on(tidemill: Run, options: list[str]) -> None:
+    """Given a bad line among those with room, it is told by itself and is not one to go on from."""
+    file = lines("a") + b"{bad\n" + lines("b", "c", "d")
+    shown = tidemill("submit", "--file", "-", *options, stdin=file)
+    assert (shown.code, shown.out) == (ExitCode.QUEUE_FULL, "a\nb\n")
+    assert shown.err.endswith("<stdin>: go on from line 4; all good lines before it were submitted\n")
+
+
+def test_so_does_one_that_an_outage_has_cut_short(tidemill: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a server that goes away for good while room is waited for."""
+    monkeypatch.setattr("tidemill.client.Patience", lambda _: Patience(0.0))
+    tries = itertools.count()
+
+    async def submit(queue: Queue, jobs: Sequence[Job], *, reply_to: str) -> list[SubmitOutcome]:
+        if next(tries):
+            raise QueueUnavailable("away")
+        return await ordinary(queue, jobs, reply_to=reply_to)
+
+    ordinary = Queue.submit
+    monkeypatch.setattr(Queue, "submit", submit)
+    shown = tidemill("submit", "--file", "-", "--wait-for-room", "60", stdin=lines("a", "b", "c", "d"))
+    assert (shown.code, shown.out) == (ExitCode.UNAVAILABLE, "a\nb\n")
+    assert shown.err == (
+        "tidemill: <stdin>: go on from line 3; all good lines before it were submitted\ntidemill: away\n"
+    )
+
+
+def test_one_of_which_nothing_got_in_does_not(tidemill: Run) -> None:
+    shown = tidemill("submit", "--file", "-", "--redis-url", "redis://127.0.0.1:1", stdin=lines("a"))
+    assert (shown.code, shown.err.count("\n")) == (ExitCode.UNAVAILABLE, 1)
+
+
+def test_who_cannot_be_reached_is_not_waited_for(tidemill: Run) -> None:
+    """Waiting for room rides out an outage; a wrong address is told at once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Patience, "ride_out", None)
+        shown = tidemill("submit", "x", "--wait-for-room", "60", "--redis-url", "redis://127.0.0.1:1")
+    assert (shown.code, shown.err.count("\n")) == (ExitCode.UNAVAILABLE, 1)
 
 
 def test_a_time_below_zero_is_wrong_usage(tidemill: Run) -> None:

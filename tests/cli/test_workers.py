@@ -19,6 +19,7 @@ from tests.cli.outcome import Outcome, Run
 from tests.tidemill.servers import Server, running, valkey_binary
 from tidemill.exit_codes import ExitCode
 from tidemill.registry import WorkerState
+from tidemill_producer.commands.workers import VAIN_DISCOVERY_INTERVAL, Fleet
 
 
 @pytest.fixture
@@ -49,6 +50,41 @@ def test_people_get_a_table(tidemill: Run, queue: str, other: str) -> None:
         ["far-1", other, "[bold]", "stalled", "3/8", "1", "0", "50%"],
     ]
     assert all(row[9:] == ["s", "ago"] for row in rows)
+
+
+def test_a_state_of_a_newer_version_is_shown_as_unknown(tidemill: Run, server: Server, queue: str) -> None:
+    report(server, make_report("mill-1", queue, state=WorkerState.UNKNOWN))
+    _, row = (line.split() for line in tidemill("workers", "-q", queue).out.splitlines())
+    assert (row[3], row[6]) == ("unknown", "0")
+
+
+def test_a_model_that_its_queue_is_named_after_is_not_named_twice(
+    tidemill: Run, server: Server, queue: str
+) -> None:
+    """Names get the room of a narrow terminal that the numbers leave."""
+    report(server, make_report("mill-1", queue, model=queue))
+    title, row = (line.split() for line in tidemill("workers", "-q", queue).out.splitlines())
+    assert title == ["WORKER", "QUEUE", "STATE", "RUNNING", "WAITING", "ROOM", "KV", "HEARD"]
+    assert row[:4] == ["mill-1", queue, "serving", "3/8"]
+
+
+async def test_a_server_without_queues_is_not_walked_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find the names of queues is to walk all keys of the server."""
+    now, walks = 1000.0, 0
+
+    async def queue_names(_: str) -> list[str]:
+        nonlocal walks
+        walks += 1
+        return []
+
+    monkeypatch.setattr("tidemill_producer.commands.workers.queue_names", queue_names)
+    fleet = Fleet("redis://127.0.0.1:1", None, clock=lambda: now)
+    for _ in range(5):
+        assert await fleet.look() == []
+    assert walks == 1
+    now += VAIN_DISCOVERY_INTERVAL
+    assert await fleet.look() == []
+    assert walks == 2
 
 
 @pytest.mark.usefixtures("fleet")

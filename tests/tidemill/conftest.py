@@ -11,8 +11,10 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.tidemill.audit import Audit
+from tests.tidemill.echo_worker import open_queue
 from tests.tidemill.factories import LEASE, make_settings
 from tests.tidemill.servers import Server, redis_binary, running, running_cluster, valkey_binary
+from tidemill.client import Client
 from tidemill.connection import connect
 from tidemill.queue import Queue
 
@@ -63,3 +65,17 @@ async def queue(server: Server, redis: Redis, queue_name: str) -> AsyncIterator[
     await made.aclose()
     with server.client() as client:
         assert Audit(client, made.keys.prefix).run() == []
+
+
+@pytest.fixture
+async def client(valkey: Server, queue_name: str) -> AsyncIterator[Client]:
+    """A producer on the default server."""
+    async with Client(valkey.url, queue=queue_name) as made:
+        yield made
+
+
+@pytest.fixture
+async def worker_side(valkey: Server, queue_name: str) -> AsyncIterator[Queue]:
+    """The other end of the client's queue."""
+    async with open_queue(valkey.url, queue_name) as made:
+        yield made

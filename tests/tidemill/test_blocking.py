@@ -44,9 +44,7 @@ def public_methods(kind: type) -> dict[str, list[str]]:
 
 
 def test_both_faces_have_the_same_methods() -> None:
-    asynchronous = public_methods(Client)
-    del asynchronous["submit_batch"]
-    assert public_methods(BlockingClient) == asynchronous
+    assert public_methods(BlockingClient) == public_methods(Client)
     assert inspect.signature(BlockingClient) == inspect.signature(Client)
 
 
@@ -166,6 +164,63 @@ def test_leaving_an_iterator_early_leaves_the_client_usable(client: BlockingClie
     assert next(results).id == "a"
     results.close()  # type: ignore[attr-defined]
     assert client.depth().total == 2
+
+
+def test_a_batch_is_submitted_in_one_call(client: BlockingClient) -> None:
+    client.submit(make_job("b", prompt="was here first"))
+    first, second, third = client.submit_batch([make_job(name) for name in "abc"])
+    assert (first, third) == ("a", "c")
+    assert isinstance(second, JobConflict)
+
+
+ABANDONED = """
+import itertools, os, sys
+from tidemill import BlockingClient, ClientSettings, Job
+client = BlockingClient(sys.argv[1], queue=sys.argv[2], settings=ClientSettings(window=4))
+jobs = (Job(prompt="echo", stream=True) for _ in itertools.count())
+ids = client.submit_many(jobs, batch=2)
+walk = {walk}
+next(walk)
+{leave}
+"""
+WALKS = {
+    "stream": "client.stream(next(ids))",
+    "overlapping": "client.as_completed(ids)",
+}
+LEAVES = {
+    "closed, then dropped": "client.close(); del walk, ids",
+    "closed, never dropped": "client.close()",
+    "dropped, then closed": "del walk, ids; client.close()",
+    "dropped by a child": "if os.fork() == 0:\n    del walk, ids\n    os._exit(0)\nos.wait(); client.close()",
+}
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
+def test_an_iterator_that_is_left_early_ends_in_silence(
+    valkey: Server, queue_name: str, walk: str, leave: str
+) -> None:
+    """Python tells of an exception in what it throws away on standard error only; and nothing may hang."""
+    assert walked_a_step(valkey.url, queue_name, walk, leave) == ("", "")
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
+def test_a_process_ends_though_its_client_was_never_closed(
+    valkey: Server, queue_name: str, walk: str
+) -> None:
+    """The loop's thread is dead by then, and whoever waits for it waits for ever."""
+    walked_a_step(valkey.url, queue_name, walk, "")
+
+
+def walked_a_step(url: str, queue: str, walk: str, leave: str) -> tuple[str, str]:
+    """What a process prints, on standard output and standard error, that leaves a walk after one step."""
+    run = subprocess.run(
+        [sys.executable, "-c", ABANDONED.format(walk=walk, leave=leave), url, queue],
+        capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    return run.stdout, run.stderr
 
 
 @pytest.mark.usefixtures("worker")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,7 @@ from tidemill.client import Client, ClientSettings
 from tidemill.discovery import queue_names
 from tidemill.errors import ConfigurationError, QueueUnavailable
 from tidemill.jobs import JobId
+from tidemill.moves import QueueSettings
 
 SECRET = "hunter2"
 
@@ -81,6 +83,8 @@ async def test_passwords_missing_and_wrong_are_told_apart_from_outages() -> None
         (b"-READONLY You can't write against a read only replica.\r\n", "read-only replica"),
         (b"-NOSCRIPT No matching script.\r\n", "keeps losing its scripts"),
         (b"-MISCONF Redis is configured to save RDB snapshots\r\n", "cannot save its data"),
+        (b"-DENIED Redis is running in protected mode\r\n", "protected mode"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "does not speak as Redis does"),
     ],
 )
 async def test_a_server_that_is_not_ready_is_told_as_such(reply: bytes, reason: str) -> None:
@@ -127,6 +131,33 @@ async def test_a_wait_outlasts_a_restart_of_the_server() -> None:
             async with open_queue(server.url, "q") as queue:
                 await work(queue)
             assert (await waiting).text == (await collecting).text == "echo"
+
+
+async def test_a_wait_for_room_outlasts_a_restart_of_the_server() -> None:
+    settings = ClientSettings(queue=QueueSettings(max_depth=1))
+    with running(valkey_binary(), "--appendonly", "yes", "--appendfsync", "always") as server:
+        async with Client(server.url, queue="q", settings=settings) as client:
+            await client.submit(make_job("a", prompt="echo"))
+            entering = asyncio.create_task(client.submit(make_job("b"), wait_for_room=60.0))
+            await asyncio.wait([entering], timeout=0.1)
+            server.kill()
+            await asyncio.wait([entering], timeout=0.2)
+            await asyncio.to_thread(server.start)
+            async with open_queue(server.url, "q") as queue:
+                await work(queue)
+            assert await entering == "b"
+
+
+async def test_a_wait_for_room_is_given_up_when_the_server_stays_away() -> None:
+    settings = ClientSettings(queue=QueueSettings(max_depth=1), patience=0.2)
+    with running(valkey_binary()) as server:
+        async with Client(server.url, queue="q", settings=settings) as client:
+            await client.submit(make_job("a"))
+            entering = asyncio.create_task(client.submit(make_job("b"), wait_for_room=math.inf))
+            await asyncio.wait([entering], timeout=0.1)
+            server.kill()
+            with pytest.raises(QueueUnavailable, match="cannot be reached"):
+                await entering
 
 
 async def test_a_wait_is_given_up_when_the_server_stays_away() -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from tests.tidemill.echo_worker import echo_worker, finish, open_queue
+from tests.tidemill.echo_worker import echo_worker, finish
 from tests.tidemill.factories import make_job
 from tests.tidemill.servers import Server
 from tidemill.blocking import BlockingClient
@@ -33,13 +33,6 @@ def settings(request: pytest.FixtureRequest) -> ClientSettings:
 @pytest.fixture
 async def client(valkey: Server, queue_name: str, settings: ClientSettings) -> AsyncIterator[Client]:
     async with Client(valkey.url, queue=queue_name, settings=settings) as made:
-        yield made
-
-
-@pytest.fixture
-async def queue(valkey: Server, queue_name: str) -> AsyncIterator[Queue]:
-    """The worker's side."""
-    async with open_queue(valkey.url, queue_name) as made:
         yield made
 
 
@@ -71,10 +64,10 @@ async def as_many(client: Client, jobs: list[Job]) -> list[JobId]:
 
 @pytest.mark.parametrize("submit", [one_by_one, as_batch, as_many])
 async def test_all_jobs_get_in_and_are_claimed_in_their_order(
-    client: Client, queue: Queue, submit: Callable[[Client, list[Job]], Awaitable[list[JobId]]]
+    client: Client, worker_side: Queue, submit: Callable[[Client, list[Job]], Awaitable[list[JobId]]]
 ) -> None:
     order: list[str] = []
-    worker = asyncio.create_task(serve(queue, order))
+    worker = asyncio.create_task(serve(worker_side, order))
     async with asyncio.timeout(LONG):
         assert await submit(client, [make_job(name) for name in names(30)]) == names(30)
         while len(order) < 30:
@@ -94,7 +87,7 @@ async def test_a_queue_that_stays_full_is_told_when_the_time_is_over(client: Cli
     assert (await client.depth()).total == 3
 
 
-async def test_other_refusals_do_not_wait_for_room(client: Client, queue: Queue) -> None:
+async def test_other_refusals_do_not_wait_for_room(client: Client, worker_side: Queue) -> None:
     """Given a batch with a conflict and jobs that find no room, the conflict is told before there is room."""
     await client.submit_batch([make_job(name) for name in names(3)])
     refused: list[str] = []
@@ -109,8 +102,8 @@ async def test_other_refusals_do_not_wait_for_room(client: Client, queue: Queue)
         await asyncio.sleep(0.001)
     assert refused == ["job-000 JobConflict"]
     assert not late.done()
-    (claimed,) = await queue.claim("echo", 1)
-    await finish(queue, claimed)
+    (claimed,) = await worker_side.claim("echo", 1)
+    await finish(worker_side, claimed)
     assert await late == "late"
     await ids.aclose()
 
@@ -123,7 +116,9 @@ async def test_without_a_callback_another_refusal_is_raised_without_waiting(clie
             await anext(ids)
 
 
-async def test_no_more_than_a_batch_is_held_while_room_is_waited_for(client: Client, queue: Queue) -> None:
+async def test_no_more_than_a_batch_is_held_while_room_is_waited_for(
+    client: Client, worker_side: Queue
+) -> None:
     taken = given = ahead = 0
 
     def jobs() -> Iterator[Job]:
@@ -133,7 +128,7 @@ async def test_no_more_than_a_batch_is_held_while_room_is_waited_for(client: Cli
             ahead = max(ahead, taken - given)
             yield make_job(name)
 
-    worker = asyncio.create_task(serve(queue, []))
+    worker = asyncio.create_task(serve(worker_side, []))
     async for _ in client.submit_many(jobs(), batch=10, wait_for_room=LONG):
         given += 1
     worker.cancel()

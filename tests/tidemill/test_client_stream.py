@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from tests.tidemill.echo_worker import FAIL, deltas, open_queue, work
+from tests.tidemill.echo_worker import FAIL, deltas, work
 from tests.tidemill.factories import make_job
 from tests.tidemill.servers import Server
 from tidemill.client import Client
@@ -17,19 +17,6 @@ from tidemill.moves import Renewal
 from tidemill.queue import Queue
 
 TEXT = "whole"
-
-
-@pytest.fixture
-async def client(valkey: Server, queue_name: str) -> AsyncIterator[Client]:
-    async with Client(valkey.url, queue=queue_name) as made:
-        yield made
-
-
-@pytest.fixture
-async def queue(valkey: Server, queue_name: str) -> AsyncIterator[Queue]:
-    """The worker's side."""
-    async with open_queue(valkey.url, queue_name) as made:
-        yield made
 
 
 def ended(text: str) -> list[Delta]:
@@ -55,91 +42,91 @@ async def end(queue: Queue, worker: str, attempt: int, **fields: object) -> None
     assert await queue.finish(worker, attempt, result) == "ok"
 
 
-async def test_pieces_come_while_the_job_runs(client: Client, queue: Queue) -> None:
+async def test_pieces_come_while_the_job_runs(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
     pieces = client.stream(JobId("a"))
-    (claimed,) = await queue.claim("one", 1)
+    (claimed,) = await worker_side.claim("one", 1)
     seen = []
     for piece in deltas(TEXT)[:3]:
-        await publish(queue, "one", claimed.attempt, (piece,))
+        await publish(worker_side, "one", claimed.attempt, (piece,))
         seen.append(await anext(pieces))
-    await end(queue, "one", claimed.attempt)
+    await end(worker_side, "one", claimed.attempt)
     rest = [piece async for piece in pieces]
     assert seen == list(deltas(TEXT)[:3])
     assert rest == [Delta(index=3, text="le", token_ids=tuple(map(ord, "le")))]
 
 
-async def test_one_who_comes_late_reads_from_the_beginning(client: Client, queue: Queue) -> None:
+async def test_one_who_comes_late_reads_from_the_beginning(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    (claimed,) = await queue.claim("one", 1)
-    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:4])
+    (claimed,) = await worker_side.claim("one", 1)
+    await publish(worker_side, "one", claimed.attempt, deltas(TEXT)[:4])
     reading = asyncio.create_task(read(client, JobId("a")))
     await asyncio.wait([reading], timeout=0.05)
-    await end(queue, "one", claimed.attempt)
+    await end(worker_side, "one", claimed.attempt)
     assert await reading == list(deltas(TEXT))
 
 
-async def test_one_who_comes_after_the_end_gets_it_all(client: Client, queue: Queue) -> None:
+async def test_one_who_comes_after_the_end_gets_it_all(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    await work(queue)
+    await work(worker_side)
     assert await read(client, JobId("a")) == ended(TEXT)
 
 
 async def test_one_who_comes_after_the_pieces_are_gone_gets_it_in_one(
-    client: Client, queue: Queue, valkey: Server
+    client: Client, worker_side: Queue, valkey: Server
 ) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    await work(queue)
+    await work(worker_side)
     with valkey.client() as redis:
-        redis.delete(queue.keys.deltas(JobId("a")))
+        redis.delete(worker_side.keys.deltas(JobId("a")))
     assert await read(client, JobId("a")) == [
         Delta(index=0, text=TEXT, token_ids=tuple(map(ord, TEXT)), finish_reason=FinishReason.STOP)
     ]
 
 
 async def test_a_job_that_moves_to_another_worker_is_read_without_gap_or_repeat(
-    client: Client, queue: Queue
+    client: Client, worker_side: Queue
 ) -> None:
     """S#39645: a restarted generation must not be spliced to what was streamed before."""
     await client.submit(make_job("a", prompt=TEXT, stream=True))
     reading = asyncio.create_task(read(client, JobId("a")))
-    (claimed,) = await queue.claim("one", 1)
-    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:2])
-    await queue.release("one", [Renewal(JobId("a"), claimed.attempt, deltas(TEXT)[2:3])])
-    (resumed,) = await queue.claim("two", 1)
+    (claimed,) = await worker_side.claim("one", 1)
+    await publish(worker_side, "one", claimed.attempt, deltas(TEXT)[:2])
+    await worker_side.release("one", [Renewal(JobId("a"), claimed.attempt, deltas(TEXT)[2:3])])
+    (resumed,) = await worker_side.claim("two", 1)
     assert resumed.checkpoint == deltas(TEXT)[:3]
-    await publish(queue, "two", resumed.attempt, deltas(TEXT)[3:4])
-    await end(queue, "two", resumed.attempt)
+    await publish(worker_side, "two", resumed.attempt, deltas(TEXT)[3:4])
+    await end(worker_side, "two", resumed.attempt)
     assert await reading == list(deltas(TEXT))
 
 
-async def test_a_job_not_meant_for_streaming_can_be_read_too(client: Client, queue: Queue) -> None:
+async def test_a_job_not_meant_for_streaming_can_be_read_too(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT))
     reading = asyncio.create_task(read(client, JobId("a")))
     await asyncio.wait([reading], timeout=0.05)
-    await work(queue)
+    await work(worker_side)
     assert "".join(piece.text for piece in await reading) == TEXT
 
 
-async def test_a_job_that_fails_ends_the_stream(client: Client, queue: Queue) -> None:
+async def test_a_job_that_fails_ends_the_stream(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=FAIL, stream=True))
-    await work(queue)
+    await work(worker_side)
     assert await read(client, JobId("a")) == []
     assert (await client.result(JobId("a"))).status is Status.FAILED
 
 
-async def test_what_was_streamed_before_a_failure_stays(client: Client, queue: Queue) -> None:
+async def test_what_was_streamed_before_a_failure_stays(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    (claimed,) = await queue.claim("one", 1)
-    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:2])
-    await end(queue, "one", claimed.attempt, status=Status.FAILED, text="", token_ids=())
+    (claimed,) = await worker_side.claim("one", 1)
+    await publish(worker_side, "one", claimed.attempt, deltas(TEXT)[:2])
+    await end(worker_side, "one", claimed.attempt, status=Status.FAILED, text="", token_ids=())
     assert await read(client, JobId("a")) == list(deltas(TEXT)[:2])
 
 
-async def test_a_stream_without_end_is_a_timeout(client: Client, queue: Queue) -> None:
+async def test_a_stream_without_end_is_a_timeout(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    (claimed,) = await queue.claim("one", 1)
-    await publish(queue, "one", claimed.attempt, deltas(TEXT)[:2])
+    (claimed,) = await worker_side.claim("one", 1)
+    await publish(worker_side, "one", claimed.attempt, deltas(TEXT)[:2])
     seen = []
     with pytest.raises(TimeoutError, match="job a has not ended after"):
         async for piece in client.stream(JobId("a"), timeout=0.05):
@@ -147,9 +134,9 @@ async def test_a_stream_without_end_is_a_timeout(client: Client, queue: Queue) -
     assert seen == list(deltas(TEXT)[:2])
 
 
-async def test_a_stream_that_has_ended_takes_no_time(client: Client, queue: Queue) -> None:
+async def test_a_stream_that_has_ended_takes_no_time(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    await work(queue)
+    await work(worker_side)
     assert [piece async for piece in client.stream(JobId("a"), timeout=0)] == ended(TEXT)
 
 
@@ -165,23 +152,23 @@ async def test_an_unknown_job_is_told_at_once(client: Client) -> None:
 
 
 async def test_a_job_that_vanishes_ends_the_stream_with_an_error(
-    client: Client, queue: Queue, valkey: Server
+    client: Client, worker_side: Queue, valkey: Server
 ) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
     reading = asyncio.create_task(read(client, JobId("a")))
     await asyncio.wait([reading], timeout=0.05)
     with valkey.client() as redis:
-        redis.delete(queue.keys.job(JobId("a")))
+        redis.delete(worker_side.keys.job(JobId("a")))
     with pytest.raises(JobUnknown):
         await reading
 
 
-async def test_a_reader_that_leaves_disturbs_nobody(client: Client, queue: Queue) -> None:
+async def test_a_reader_that_leaves_disturbs_nobody(client: Client, worker_side: Queue) -> None:
     await client.submit(make_job("a", prompt=TEXT, stream=True))
     leaving, staying = (asyncio.create_task(read(client, JobId("a"))) for _ in range(2))
     await asyncio.wait([leaving, staying], timeout=0.05)
     leaving.cancel()
-    await work(queue)
+    await work(worker_side)
     assert await staying == ended(TEXT)
 
 
@@ -210,27 +197,27 @@ def as_result(first: Choice, *others: Choice) -> dict[str, object]:
     }
 
 
-async def test_the_generations_of_a_job_are_told_apart(client: Client, queue: Queue) -> None:
+async def test_the_generations_of_a_job_are_told_apart(client: Client, worker_side: Queue) -> None:
     """Given pieces of two of three generations, when the job ends, then the rest of each comes last."""
     first, second, third = (make_choice(i, range(10 * i + 10, 10 * i + 15)) for i in range(3))
     await client.submit(make_job("a", prompt=TEXT, stream=True))
-    (claimed,) = await queue.claim("one", 1)
+    (claimed,) = await worker_side.claim("one", 1)
     published = (
         piece_of(first, 0, 2, after=0),
         piece_of(third, 0, 1, after=2),
         piece_of(first, 2, 3, after=3),
         piece_of(third, 1, 5, after=4),
     )
-    await publish(queue, "one", claimed.attempt, published)
+    await publish(worker_side, "one", claimed.attempt, published)
     reading = asyncio.create_task(read(client, JobId("a")))
     await asyncio.wait([reading], timeout=0.05)
-    await end(queue, "one", claimed.attempt, **as_result(first, second, third))
+    await end(worker_side, "one", claimed.attempt, **as_result(first, second, third))
     assert await reading == [*published, piece_of(first, 3, 5, after=8), piece_of(second, 0, 5, after=10)]
 
 
-async def test_generations_without_pieces_come_whole(client: Client, queue: Queue) -> None:
+async def test_generations_without_pieces_come_whole(client: Client, worker_side: Queue) -> None:
     first, second = make_choice(0, range(10, 13)), make_choice(1, range(20, 24))
     await client.submit(make_job("a", prompt=TEXT))
-    (claimed,) = await queue.claim("one", 1)
-    await end(queue, "one", claimed.attempt, **as_result(first, second))
+    (claimed,) = await worker_side.claim("one", 1)
+    await end(worker_side, "one", claimed.attempt, **as_result(first, second))
     assert await read(client, JobId("a")) == [piece_of(first, 0, 3, after=0), piece_of(second, 0, 4, after=3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import pytest
 
@@ -11,15 +12,11 @@ from tests.tidemill.factories import make_job
 from tests.tidemill.servers import Server
 from tidemill.card import ModelCard
 from tidemill.client import Client, ClientSettings
+from tidemill.connection import connect
 from tidemill.errors import ConfigurationError, InvalidJob, JobConflict, JobUnknown, QueueFull, TidemillError
 from tidemill.jobs import Job, JobId, Priority, Status
 from tidemill.moves import CancelOutcome, JobState, QueueSettings
-
-
-@pytest.fixture
-async def client(valkey: Server, queue_name: str) -> AsyncIterator[Client]:
-    async with Client(valkey.url, queue=queue_name) as made:
-        yield made
+from tidemill.queue import Queue
 
 
 def make_client(server: Server, queue_name: str, **settings: int) -> Client:
@@ -169,6 +166,14 @@ async def test_the_model_card_tells_whether_anybody_serves(
 def test_names_and_urls_are_checked_at_once(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Client(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "a{b}c", "a}", "*", "a?", "[a]", "a\\b", "two words", "a\n", "a\0"])
+def test_a_queue_is_named_by_what_means_nothing_else_to_redis(valkey: Server, name: str) -> None:
+    """Neither to its hash slots nor to its patterns; whichever side names it."""
+    for use in (partial(Client, valkey.url, queue=name), partial(Queue, connect(valkey.url), name)):
+        with pytest.raises(ConfigurationError, match=r"^queue: .* is not a name; it must match"):
+            use()
 
 
 @pytest.mark.parametrize("setting", [{"window": 0}, {"max_connections": 0}, {"patience": -1.0}])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.tidemill.echo_worker import FAIL, finish, open_queue, work
+from tests.tidemill.echo_worker import FAIL, finish, work
 from tests.tidemill.factories import make_job
 from tests.tidemill.servers import Server
 from tidemill.client import Client, ClientSettings
@@ -16,42 +16,29 @@ from tidemill.jobs import JobId, Status
 from tidemill.queue import Queue
 
 
-@pytest.fixture
-async def client(valkey: Server, queue_name: str) -> AsyncIterator[Client]:
-    async with Client(valkey.url, queue=queue_name) as made:
-        yield made
-
-
-@pytest.fixture
-async def queue(valkey: Server, queue_name: str) -> AsyncIterator[Queue]:
-    """The worker's side."""
-    async with open_queue(valkey.url, queue_name) as made:
-        yield made
-
-
 async def begun(*tasks: asyncio.Task[object]) -> None:
     """Let tasks get as far as waiting."""
     await asyncio.wait(tasks, timeout=0.05)
 
 
-async def test_a_result_comes_to_those_who_wait(client: Client, queue: Queue) -> None:
+async def test_a_result_comes_to_those_who_wait(client: Client, worker_side: Queue) -> None:
     job_id = await client.submit(make_job("a", prompt="echo", metadata={"page": "7"}))
     waiting = asyncio.create_task(client.result(job_id, timeout=5))
     await begun(waiting)
-    await work(queue)
+    await work(worker_side)
     result = await waiting
     assert (result.text, result.metadata, result.attempts) == ("echo", {"page": "7"}, 1)
 
 
-async def test_a_result_can_be_had_again_and_without_waiting(client: Client, queue: Queue) -> None:
+async def test_a_result_can_be_had_again_and_without_waiting(client: Client, worker_side: Queue) -> None:
     job_id = await client.submit(make_job("a", prompt="echo"))
-    await work(queue)
+    await work(worker_side)
     assert await client.result(job_id, timeout=0) == await client.result(job_id)
 
 
-async def test_a_failed_job_is_an_answer_and_raises_on_request(client: Client, queue: Queue) -> None:
+async def test_a_failed_job_is_an_answer_and_raises_on_request(client: Client, worker_side: Queue) -> None:
     job_id = await client.submit(make_job("a", prompt=FAIL))
-    await work(queue)
+    await work(worker_side)
     result = await client.result(job_id, timeout=5)
     assert result.status is Status.FAILED
     with pytest.raises(JobFailed, match="job a: asked to fail"):
@@ -77,19 +64,19 @@ async def test_no_answer_in_time_is_a_timeout(client: Client, timeout: float) ->
 
 
 async def test_another_clients_job_can_be_waited_for(
-    client: Client, queue: Queue, valkey: Server, queue_name: str
+    client: Client, worker_side: Queue, valkey: Server, queue_name: str
 ) -> None:
     """Given a job submitted by another process, its answer on another stream is found all the same."""
     job_id = await client.submit(make_job("a", prompt="echo"))
     async with Client(valkey.url, queue=queue_name) as stranger:
         waiting = asyncio.create_task(stranger.result(job_id, timeout=5))
         await begun(waiting)
-        await work(queue)
+        await work(worker_side)
         assert (await waiting).text == "echo"
 
 
 async def test_a_shared_stream_gives_each_client_its_own(
-    queue: Queue, valkey: Server, queue_name: str
+    worker_side: Queue, valkey: Server, queue_name: str
 ) -> None:
     """B#644: with two readers of one list, the wrong one takes a result and discards it."""
     async with (
@@ -103,29 +90,29 @@ async def test_a_shared_stream_gives_each_client_its_own(
             for number in range(20)
         ]
         await begun(*waiting)
-        await work(queue)
+        await work(worker_side)
         assert [(await task).text for task in waiting] == [f"text {number}" for number in range(20)]
 
 
 async def test_a_job_lost_with_its_data_is_unknown_to_those_who_wait(
-    client: Client, queue: Queue, valkey: Server
+    client: Client, worker_side: Queue, valkey: Server
 ) -> None:
     job_id = await client.submit(make_job("a"))
     waiting = asyncio.create_task(client.result(job_id, timeout=5))
     await begun(waiting)
     with valkey.client() as redis:
-        redis.delete(queue.keys.job(job_id))
+        redis.delete(worker_side.keys.job(job_id))
     with pytest.raises(JobUnknown):
         await waiting
 
 
-async def test_a_wait_given_up_leaves_the_others_waiting(client: Client, queue: Queue) -> None:
+async def test_a_wait_given_up_leaves_the_others_waiting(client: Client, worker_side: Queue) -> None:
     job_id = await client.submit(make_job("a", prompt="echo"))
     given_up = asyncio.create_task(client.result(job_id, timeout=5))
     waiting = asyncio.create_task(client.result(job_id, timeout=5))
     await begun(given_up, waiting)
     given_up.cancel()
-    await work(queue)
+    await work(worker_side)
     assert (await waiting).text == "echo"
     assert given_up.cancelled()
 
@@ -138,7 +125,9 @@ async def test_closing_tells_those_who_wait(valkey: Server, queue_name: str) -> 
         await waiting
 
 
-async def test_many_waits_do_not_starve_other_calls(queue: Queue, valkey: Server, queue_name: str) -> None:
+async def test_many_waits_do_not_starve_other_calls(
+    worker_side: Queue, valkey: Server, queue_name: str
+) -> None:
     """redis-py#2517: readers that block must not hold the connections that commands need."""
     settings = ClientSettings(max_connections=1)
     async with Client(valkey.url, queue=queue_name, settings=settings) as client:
@@ -149,7 +138,7 @@ async def test_many_waits_do_not_starve_other_calls(queue: Queue, valkey: Server
         await begun(*waits, *streams)
         async with asyncio.timeout(2):
             assert (await client.depth()).total == 30
-        await work(queue)
+        await work(worker_side)
         assert {result.text for result in await asyncio.gather(*waits)} == {"echo"}
         assert {delta.text for delta in await asyncio.gather(*streams)} == {"echo"}
 
@@ -169,7 +158,7 @@ async def test_cancelled_calls_leave_no_reply_behind(client: Client) -> None:
         assert [view.tenant for view in views] == names[:5]
 
 
-async def test_mixed_outcomes_come_as_they_are_decided(client: Client, queue: Queue) -> None:
+async def test_mixed_outcomes_come_as_they_are_decided(client: Client, worker_side: Queue) -> None:
     await client.submit_batch(
         [make_job("good", prompt="echo"), make_job("bad", prompt=FAIL), make_job("unwanted")]
     )
@@ -181,13 +170,13 @@ async def test_mixed_outcomes_come_as_they_are_decided(client: Client, queue: Qu
         ):
             seen[result.id] = result.status
             if result.id == "unwanted":
-                await work(queue)
+                await work(worker_side)
     assert seen == {"unwanted": Status.CANCELLED, "good": Status.SUCCEEDED, "bad": Status.FAILED}
     assert next(iter(seen)) == "unwanted"
 
 
 async def test_submission_and_answers_overlap_within_a_window(
-    queue: Queue, valkey: Server, queue_name: str
+    worker_side: Queue, valkey: Server, queue_name: str
 ) -> None:
     """Given more jobs than the window, when both ends run at once, then the queue stays shallow."""
     settings = ClientSettings(window=20)
@@ -195,7 +184,7 @@ async def test_submission_and_answers_overlap_within_a_window(
     async with Client(valkey.url, queue=queue_name, settings=settings) as client:
         jobs = (make_job(f"job-{number}", prompt=f"text {number}") for number in range(200))
         seen = []
-        async for result in _served(client, queue, client.submit_many(jobs, batch=10)):
+        async for result in _served(client, worker_side, client.submit_many(jobs, batch=10)):
             seen.append(result)
             deepest = max(deepest, (await client.depth()).total)
     assert sorted(seen) == sorted(f"text {number}" for number in range(200))
@@ -219,7 +208,7 @@ async def _served(client: Client, queue: Queue, ids: AsyncIterator[JobId]) -> As
 
 
 async def test_an_earlier_processes_jobs_can_be_collected(
-    queue: Queue, valkey: Server, queue_name: str
+    worker_side: Queue, valkey: Server, queue_name: str
 ) -> None:
     names = [JobId(f"job-{number}") for number in range(300)]
     async with Client(valkey.url, queue=queue_name) as gone:
@@ -227,7 +216,7 @@ async def test_an_earlier_processes_jobs_can_be_collected(
     async with Client(valkey.url, queue=queue_name) as client:
         collected = asyncio.create_task(_ids(client, names))
         await begun(collected)
-        while await work(queue):
+        while await work(worker_side):
             pass
         assert sorted(await collected) == sorted(names)
 

@@ -14,7 +14,7 @@ from tests.tidemill.server_sets import PRIMARIES, Cluster, await_that, running_c
 from tidemill.client import Client
 from tidemill.connection import address_of, connect
 from tidemill.discovery import queue_names
-from tidemill.errors import ConfigurationError, QueueUnavailable
+from tidemill.errors import QueueUnavailable
 from tidemill.jobs import JobId
 from tidemill.queue import Queue
 
@@ -135,23 +135,3 @@ async def test_a_cluster_that_is_away_is_named_by_its_seeds() -> None:
             await client.ping()
     with pytest.raises(QueueUnavailable, match="no primary that could be found"):
         await queue_names(url)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis+cluster://host/1",
-        "redis+cluster://host?db=1",
-        "redis+cluster://a,,b",
-        "redis+cluster://",
-        "redis+sentinel://host",
-        "redis+sentinel://host/service/zero",
-        "redis+sentinel://host/service/1/2",
-        "redis+sentinel://host:port/service",
-        "redis+elsewhere://host",
-        "unix+cluster://host",
-    ],
-)
-def test_a_url_of_several_servers_must_be_whole(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="not a Redis URL"):
-        connect(url)

@@ -1,4 +1,4 @@
-"""Connections: one shape of replies, and refusals that say what is wrong."""
+"""Connections: one shape of replies, and commands that end when they are cancelled."""
 
 from __future__ import annotations
 
@@ -7,28 +7,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
-from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
-from tests.tidemill.servers import Server, running, valkey_binary
+from tests.tidemill.servers import running, valkey_binary
 from tidemill.connection import MAX_BLOCK, SOCKET_TIMEOUT, address_of, blocking_twin, connect
-from tidemill.errors import ConfigurationError, QueueUnavailable
 from tidemill.moves import QueueSettings
-from tidemill.refusals import refusals_explained, unavailable
-from tidemill.topology import PrimaryUnknown
 
 
-@pytest.mark.parametrize("url", ["http://example.org", "nonsense", "redis://host:port/0", ""])
-def test_a_url_of_another_kind_is_refused(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="not a Redis URL"):
-        connect(url)
-
-
-def test_the_url_cannot_change_the_shape_of_replies() -> None:
-    client = connect("redis://localhost:7/3?protocol=3&decode_responses=True&socket_timeout=1")
-
-    options = client.connection_pool.connection_kwargs
+def test_replies_have_one_shape() -> None:
+    options = connect("redis://localhost:7/3").connection_pool.connection_kwargs
     assert (options["protocol"], options["decode_responses"]) == (2, False)
     assert (options["db"], options["socket_timeout"]) == (3, SOCKET_TIMEOUT)
 
@@ -43,69 +31,6 @@ def test_the_address_names_no_credentials() -> None:
     assert address_of(connect("unix:///run/redis.sock")) == "/run/redis.sock"
     assert address_of(connect("redis+sentinel://u:secret@a,[::1]:7/s")) == "s (sentinels a:26379, [::1]:7)"
     assert address_of(connect("rediss+cluster://u:secret@a,b:7")) == "cluster a:6379, b:7"
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (exceptions.ConnectionError("refused"), "cannot be reached: refused"),
-        (exceptions.TimeoutError("slow"), "does not answer"),
-        (exceptions.AuthenticationError("WRONGPASS"), "refuses the credentials"),
-        (exceptions.NoPermissionError("NOPERM"), "does not permit"),
-        (exceptions.BusyLoadingError("LOADING"), "is loading its data"),
-        (exceptions.OutOfMemoryError("OOM"), "is out of memory"),
-        (exceptions.ReadOnlyError("READONLY"), "is a read-only replica"),
-        (exceptions.ResponseError("MISCONF disk"), "cannot save its data"),
-        (exceptions.NoScriptError("No matching script."), "keeps losing its scripts"),
-        (exceptions.ClusterDownError("CLUSTERDOWN"), "belongs to a cluster that is down"),
-        (exceptions.MasterDownError("MASTERDOWN"), "has lost its primary"),
-        (exceptions.MovedError("9 b:1"), "does not hold this queue"),
-        (exceptions.AskError("9 b:1"), "is handing this queue over"),
-        (exceptions.TryAgainError("TRYAGAIN"), "is handing this queue over"),
-        (exceptions.ResponseError("NOREPLICAS"), "has too few replicas"),
-        (exceptions.ResponseError("UNBLOCKED force"), "has become a replica"),
-        (exceptions.ResponseError("ACL failure in script: User u"), "does not permit"),
-        (exceptions.ResponseError("The user executing the script can't run this"), "does not permit"),
-        (PrimaryUnknown("a:1: refused"), "has no primary that could be found: a:1: refused"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
-)
-def test_refusals_are_told_apart(error: exceptions.RedisError, reason: str) -> None:
-    translated = unavailable(error, connect("redis://somewhere:7/0"))
-
-    assert translated is not None
-    assert f"somewhere:7 {reason}" in str(translated)
-
-
-def test_a_fault_of_our_own_is_not_called_unavailable() -> None:
-    client = connect("redis://somewhere:7/0")
-
-    assert unavailable(exceptions.ResponseError("ERR unknown command"), client) is None
-    assert unavailable(exceptions.ResponseError(""), client) is None
-
-
-@pytest.mark.parametrize(
-    ("error", "made_anew"),
-    [
-        (exceptions.ReadOnlyError("READONLY"), True),
-        (exceptions.MovedError("9 b:1"), True),
-        (exceptions.TimeoutError("slow"), True),
-        (exceptions.ResponseError("NOREPLICAS few"), True),
-        (exceptions.ResponseError("UNBLOCKED force"), True),
-        (exceptions.ResponseError("MISCONF disk"), False),
-        (exceptions.OutOfMemoryError("OOM"), False),
-        (exceptions.ResponseError("ERR"), False),
-    ],
-    ids=lambda value: str(value).split()[0],
-)
-async def test_no_connection_outlives_what_may_have_been_a_failover(
-    valkey: Server, error: exceptions.RedisError, made_anew: bool
-) -> None:
-    async with connect(valkey.url) as redis, blocking_twin(redis) as twin:
-        before = [await one.client_id() for one in (redis, twin)]
-        with pytest.raises((QueueUnavailable, exceptions.ResponseError)), refusals_explained(redis, twin):
-            raise error
-        assert ([await one.client_id() for one in (redis, twin)] != before) is made_anew
 
 
 Send = Callable[[AbstractConnection, Iterable[bytes]], Awaitable[None]]

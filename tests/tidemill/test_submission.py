@@ -12,6 +12,7 @@ import pytest
 from tests.tidemill.factories import make_job
 from tidemill.errors import InvalidJob, QueueFull, QueueUnavailable
 from tidemill.jobs import Job
+from tidemill.patience import Patience
 from tidemill.submission import Outcome, Submission
 
 
@@ -43,9 +44,15 @@ class LimitedQueue:
         return job.id
 
 
-async def settle(queue: LimitedQueue, jobs: Sequence[Job], wait: float) -> list[Outcome]:
+def make_submission(queue: LimitedQueue, wait: float, *, patience: float = 60.0) -> Submission:
+    return Submission(queue.submit, patience=Patience(patience), wait_for_room=wait)
+
+
+async def settle(
+    queue: LimitedQueue, jobs: Sequence[Job], wait: float, *, patience: float = 60.0
+) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
-    async for settled in Submission(queue.submit, wait_for_room=wait).settle(jobs):
+    async for settled in make_submission(queue, wait, patience=patience).settle(jobs):
         outcomes.update(settled)
     return [outcomes[place] for place in range(len(jobs))]
 
@@ -101,7 +108,7 @@ async def test_only_refused_jobs_are_tried_again() -> None:
 
 async def test_other_refusals_and_accepted_ids_are_told_before_room_is_waited_for() -> None:
     queue, jobs = LimitedQueue(room=1), [*make_jobs(2), make_job("bad", prompt="bad")]
-    parts = Submission(queue.submit, wait_for_room=60.0).settle(jobs)
+    parts = make_submission(queue, 60.0).settle(jobs)
     told = dict(await anext(parts))
     assert set(told) == {0, 2}
     assert isinstance(told[2], InvalidJob)
@@ -147,7 +154,7 @@ async def test_the_time_limit_is_exact_and_ends_with_a_try_of_all() -> None:
 
 async def test_the_next_batch_begins_with_what_the_last_one_learned() -> None:
     queue = LimitedQueue(room=0)
-    submission = Submission(queue.submit, wait_for_room=0.05)
+    submission = make_submission(queue, 0.05)
     async for _ in submission.settle(make_jobs(10)):
         pass
     queue.tries.clear()
@@ -157,20 +164,46 @@ async def test_the_next_batch_begins_with_what_the_last_one_learned() -> None:
     assert [len(tried) for tried in queue.tries] == [1, 2, 4]
 
 
-async def test_an_outage_while_waiting_is_told() -> None:
-    queue = LimitedQueue(room=0)
+class RestartingQueue(LimitedQueue):
+    """Away for so many tries after the first one."""
 
-    async def away(jobs: Sequence[Job]) -> list[Outcome]:
-        if queue.tries:
+    def __init__(self, away: int) -> None:
+        super().__init__(room=0)
+        self.away = away
+
+    async def submit(self, jobs: Sequence[Job]) -> list[Outcome]:
+        if self.tries and self.away > 0:
+            self.away -= 1
+            self.room = math.inf
             raise QueueUnavailable("away")
-        return await queue.submit(jobs)
+        return await super().submit(jobs)
 
+
+async def test_an_outage_while_waiting_is_ridden_out() -> None:
+    queue, jobs = RestartingQueue(away=2), make_jobs(3)
+    assert await settle(queue, jobs, 60.0) == ids(jobs) == queue.taken
+
+
+@pytest.mark.parametrize(("patience", "wait"), [(0.0, math.inf), (math.inf, 0.2)])
+async def test_an_outage_is_told_when_patience_or_the_time_for_room_is_over(
+    patience: float, wait: float
+) -> None:
+    clock = asyncio.get_running_loop().time
+    began = clock()
     with pytest.raises(QueueUnavailable, match="away"):
-        async for _ in Submission(away, wait_for_room=60.0).settle(make_jobs(2)):
-            pass
+        async with asyncio.timeout(60):
+            await settle(RestartingQueue(away=10**6), make_jobs(2), wait, patience=patience)
+    assert clock() - began >= min(patience, wait)
+
+
+async def test_without_waiting_an_outage_is_told_at_once() -> None:
+    queue = RestartingQueue(away=1)
+    await settle(queue, make_jobs(1), 0.0)
+    with pytest.raises(QueueUnavailable, match="away"):
+        await settle(queue, make_jobs(1), 0.0)
 
 
 @pytest.mark.parametrize("wait", [-1.0, math.nan])
 def test_a_time_limit_that_is_none_is_refused(wait: float) -> None:
     with pytest.raises(ValueError, match="wait_for_room must be at least 0 s"):
-        Submission(LimitedQueue().submit, wait_for_room=wait)
+        make_submission(LimitedQueue(), wait)

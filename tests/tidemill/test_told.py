@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.tidemill.factories import make_deltas, make_result, text_of
 from tidemill.jobs import Choice, Delta, Result, Status
 from tidemill.told import Told
@@ -68,6 +70,58 @@ def test_one_contradicted_generation_makes_all_void_and_only_the_first_piece_say
 def test_a_failure_without_a_generation_contradicts_nothing() -> None:
     failed = make_result("a", "", status=Status.FAILED)
     assert list(told(*make_deltas(3)).rest(failed)) == []
+
+
+NOTHING_IS_LEFT = [Delta(index=0, restart=True)]
+
+
+def test_of_what_is_void_nothing_stays_though_there_is_nothing_in_its_place() -> None:
+    failed = make_result("a", "", status=Status.FAILED)
+    reader = told(*make_deltas(3))
+    reader.begin_anew()
+    assert list(reader.rest(failed)) == NOTHING_IS_LEFT
+    assert list(reader.rest(failed)) == []
+
+
+def test_a_restart_that_a_piece_has_told_is_not_told_again() -> None:
+    failed = make_result("a", "", status=Status.FAILED)
+    (old,), (new,) = make_deltas(5), make_deltas(2, start=40)
+    reader = told(old)
+    reader.begin_anew()
+    assert reader.take(restarted(new, index=0))
+    assert list(reader.rest(failed)) == []
+
+
+def test_a_restart_before_anything_was_told_is_none_to_the_reader() -> None:
+    reader = told()
+    reader.begin_anew()
+    other = Choice(index=1, text=text_of(20, 22), token_ids=(20, 21))
+    rest = reader.rest(whole(0, 3).model_copy(update={"alternatives": (other,)}))
+    assert [(piece.index, piece.restart) for piece in rest] == [(0, False), (3, False)]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["first piece missing", "restart missing"])
+def test_the_new_generation_is_never_spliced_to_the_old_one(lost: bool) -> None:
+    """Given a server that lost the first new piece, the next one may have the number that is awaited."""
+    (old,), (new,) = make_deltas(5), make_deltas(2, start=40)
+    reader = told(old)
+    if lost:
+        reader.begin_anew()
+    else:
+        assert not reader.take(restarted(new, index=3))
+    assert not reader.take(new.model_copy(update={"index": 5}))
+    (rest,) = reader.rest(whole(38, 45))
+    assert (rest.index, rest.restart, rest.text) == (0, True, text_of(38, 45))
+
+
+def test_a_success_without_tokens_leaves_nothing_of_what_was_told() -> None:
+    assert list(told(*make_deltas(3)).rest(whole(0, 0))) == NOTHING_IS_LEFT
+
+
+def test_a_result_with_less_text_is_told_from_its_beginning() -> None:
+    short = make_result("a", "0 ", token_ids=(0, 1, 2))
+    (rest,) = told(*make_deltas(3)).rest(short)
+    assert (rest.restart, rest.text, rest.token_ids) == (True, "0 ", (0, 1, 2))
 
 
 def test_restart_is_on_the_wire_only_where_it_is_true() -> None:

@@ -136,7 +136,9 @@ def purge(
         entries = list(dict.fromkeys(letter.entry_id for letter in letters))
         if entries and not yes:
             count = "1 dead letter" if len(entries) == 1 else f"{len(entries)} dead letters"
-            _confirm(f"Forget {count} of queue {queue} for good?")
+            if not _confirmed(f"Forget {count} of queue {queue} for good?"):
+                complain("nothing was purged")
+                raise typer.Exit(letters.exit_code)
         num_purged = sum(client.purge_dead_letters(chunk) for chunk in batched(entries, PURGED_AT_ONCE))
     if as_json:
         print_json({"queue": queue, "purged": num_purged})
@@ -150,11 +152,17 @@ def _check_choice(letter_ids: list[str] | None, *, everything: bool) -> None:
         raise typer.BadParameter("give either the ids of some, or --all", param_hint="ID")
 
 
-def _confirm(question: str) -> None:
-    """Go on after a yes only; unlike typer's own, this leaves standard output alone."""
+def _confirmed(question: str) -> bool:
+    """Whether the answer is yes; unlike typer's own, this leaves standard output alone.
+
+    Raises:
+        typer.Abort: there is nobody to answer.
+    """
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+    answer = sys.stdin.readline()
+    if not answer:
         raise typer.Abort
+    return answer.strip().lower() in {"y", "yes"}
 
 
 def _job(letter: DeadLetter) -> Job | None:

@@ -27,7 +27,8 @@ class JobsFile:
     ) -> None:
         """`defaults` fill what a line leaves out; `report` gets "name:line: what is wrong"."""
         self._num_bad = 0
-        self._full = False
+        self._has_accepted = False
+        self._without_room: list[int] = []
         self._name = name
         self._lines = lines
         self._defaults = defaults
@@ -36,7 +37,7 @@ class JobsFile:
 
     def __iter__(self) -> Iterator[Job]:
         for number, line in enumerate(self._lines, start=1):
-            if self._full:
+            if self._without_room:
                 self._report(f"{self._name}:{number}: not submitted, nor is any line after it")
                 return
             if not line.strip():
@@ -51,17 +52,28 @@ class JobsFile:
 
     def accepted(self, job_id: JobId) -> None:
         """The queue has this job."""
+        self._has_accepted = True
         self._line_of.pop(job_id, None)
 
     def refused(self, job: Job, error: TidemillError) -> None:
         """The queue would not have this job."""
-        self._full = self._full or isinstance(error, QueueFull)
-        self._refuse(self._line_of.pop(job.id, 0), error)
+        number = self._line_of.pop(job.id, 0)
+        if isinstance(error, QueueFull):
+            self._without_room.append(number)
+        self._refuse(number, error)
+
+    def say_where_to_go_on(self) -> None:
+        """Report where the file is to be taken up again, if a part of it was submitted."""
+        left = [*self._without_room, *self._line_of.values()]
+        if left and self._has_accepted:
+            self._report(
+                f"{self._name}: go on from line {min(left)}; all good lines before it were submitted"
+            )
 
     @property
     def exit_code(self) -> ExitCode:
         """What the lines seen so far deserve."""
-        if self._full:
+        if self._without_room:
             return ExitCode.QUEUE_FULL
         return ExitCode.USAGE if self._num_bad else ExitCode.OK
 

@@ -24,7 +24,13 @@ Queues = Annotated[
 ]
 RedisUrl = Annotated[
     str,
-    typer.Option("--redis-url", envvar="REDIS_URL", help="redis://[user:password@]host[:port][/database]"),
+    typer.Option(
+        "--redis-url",
+        envvar="REDIS_URL",
+        metavar="URL",
+        help="redis://[user:password@]host[:port][/database], or one of rediss://, unix://, redis+sentinel://,"
+        " rediss+sentinel://, redis+cluster:// and rediss+cluster:// (docs/connections.md).",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, one object a line.")]
 JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `submit` printed it.")]

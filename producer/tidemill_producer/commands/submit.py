@@ -10,7 +10,7 @@ import typer
 
 from tidemill.blocking import BlockingClient
 from tidemill.client import DEFAULT_URL
-from tidemill.errors import InvalidJob
+from tidemill.errors import InvalidJob, QueueUnavailable
 from tidemill.exit_codes import ExitCode
 from tidemill.jobs import Delta, Job, JobId, Priority
 from tidemill_producer.commands import generation_options as options
@@ -118,6 +118,7 @@ def submit(
         raise typer.BadParameter("--chat, --system, --stream and --id go with a single prompt, not a file")
     waits = wait or timeout is not None
     with BlockingClient(redis_url, queue=queue) as client:
+        client.ping()  # who cannot be reached now is not waited for
         if file is not None:
             jobs = JobsFile(file.name, file, defaults=fields, report=complain)
             ids = _submitted(client, jobs, wait_for_room=wait_for_room)
@@ -223,9 +224,15 @@ def _submit_file(
 
 
 def _submitted(client: BlockingClient, jobs: JobsFile, *, wait_for_room: float) -> Iterator[JobId]:
-    for job_id in client.submit_many(jobs, on_error=jobs.refused, wait_for_room=wait_for_room):
-        jobs.accepted(job_id)
-        yield job_id
+    """Where it ends before the end of the file, it says so, and where to go on."""
+    try:
+        for job_id in client.submit_many(jobs, on_error=jobs.refused, wait_for_room=wait_for_room):
+            jobs.accepted(job_id)
+            yield job_id
+    except QueueUnavailable:
+        jobs.say_where_to_go_on()
+        raise
+    jobs.say_where_to_go_on()
 
 
 def _print_id(client: BlockingClient, job_id: JobId, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +22,8 @@ from tidemill_producer.commands.table import cell, make_console, make_table
 
 STYLES = {WorkerState.SERVING: "green", WorkerState.DRAINING: "yellow", WorkerState.STALLED: "bold red"}
 DISCOVERY_INTERVAL = 30.0
+VAIN_DISCOVERY_INTERVAL = 3.0
+"""Seconds from one look for queues to the next: if there were some, and if there were none."""
 LATE = 2.0
 """Heartbeats after which a worker that was not heard of is shown as late."""
 
@@ -60,12 +62,15 @@ def workers(
 class Fleet:
     """The workers of some queues, or of all that the server has."""
 
-    def __init__(self, url: str, queues: Sequence[str] | None) -> None:
+    def __init__(
+        self, url: str, queues: Sequence[str] | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`queues` are the names of the only ones to look at."""
         self._url = url
         self._queues = queues
         self._found: Sequence[str] = ()
-        self._found_at = 0.0
+        self._clock = clock
+        self._next_discovery = 0.0
 
     async def look(self) -> list[WorkerView]:
         """Every worker, by queue and name.
@@ -81,8 +86,10 @@ class Fleet:
 
     async def _names(self) -> Sequence[str]:
         """Which queues there are; not looked up at every look, because that walks all keys of the server."""
-        if not self._found or time.monotonic() >= self._found_at + DISCOVERY_INTERVAL:
-            self._found, self._found_at = await queue_names(self._url), time.monotonic()
+        if self._clock() >= self._next_discovery:
+            self._found = await queue_names(self._url)
+            interval = DISCOVERY_INTERVAL if self._found else VAIN_DISCOVERY_INTERVAL
+            self._next_discovery = self._clock() + interval
         return self._found
 
     @property
@@ -129,10 +136,11 @@ def _as_json(view: WorkerView) -> dict[str, Any]:
 
 
 def _table(views: Sequence[WorkerView]) -> RenderableType:
+    """A queue is usually named after its model: then the names stand there once, for narrow terminals."""
+    shows_model = any(view.report.model != view.report.queue for view in views)
+    names = ("WORKER", "QUEUE", "MODEL") if shows_model else ("WORKER", "QUEUE")
     table = make_table(
-        Column("WORKER", overflow="fold"),
-        Column("QUEUE", overflow="fold"),
-        Column("MODEL", overflow="fold"),
+        *(Column(name, overflow="fold") for name in names),
         Column("STATE", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in ("RUNNING", "WAITING", "ROOM", "KV")),
         Column("HEARD", justify="right", no_wrap=True),
@@ -141,10 +149,8 @@ def _table(views: Sequence[WorkerView]) -> RenderableType:
         report = view.report
         late = view.age > LATE * report.heartbeat
         table.add_row(
-            cell(report.name),
-            cell(report.queue),
-            cell(report.model),
-            cell(report.state, STYLES[report.state]),
+            *map(cell, (report.name, report.queue, report.model)[: len(names)]),
+            cell(report.state, STYLES.get(report.state, "")),
             f"{report.running}/{report.capacity}",
             str(report.waiting),
             str(_room(report)),
