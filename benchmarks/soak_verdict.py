@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,25 @@ class Verdict:
     duplicated: list[JobId] = field(default_factory=list)
     """With a second entry in the stream of answers; once for each further one."""
     wrong: dict[JobId, str] = field(default_factory=dict)
-    """Answered, and in which way not as in the undisturbed run."""
+    """Answered otherwise than in the undisturbed run, or somebody who asked for it was let down; and how."""
+    buried: list[JobId] = field(default_factory=list)
+    """Given up after `max_attempts`, although no job is to blame."""
     left: list[str] = field(default_factory=list)
     """Keys without an expiry, and entries that are still pending."""
+    odd: list[str] = field(default_factory=list)
+    """Workers that hold something at the end, ended otherwise than they were told to, or log an error."""
     statuses: Counter[Status] = field(default_factory=Counter)
     num_tokens: int = 0
     """Of all answers together."""
-    num_buried: int = 0
-    """Given up after `max_attempts`, with the answer that says so."""
 
     @property
     def is_clean(self) -> bool:
-        return not (self.lost or self.duplicated or self.wrong or self.left)
+        return not (self.suspects or self.left or self.odd)
 
     @property
     def suspects(self) -> list[JobId]:
         """Jobs to look at."""
-        return list(dict.fromkeys([*self.lost, *self.duplicated, *self.wrong]))
+        return list(dict.fromkeys([*self.lost, *self.duplicated, *self.wrong, *self.buried]))
 
     def reason(self, job_id: JobId) -> str:
         """What is wrong with a suspect."""
@@ -57,45 +59,55 @@ class Verdict:
             reasons.append("lost")
         if job_id in self.duplicated:
             reasons.append(f"answered {1 + self.duplicated.count(job_id)} times")
+        if job_id in self.buried:
+            reasons.append("given up")
         if job_id in self.wrong:
             reasons.append(self.wrong[job_id])
         return "; ".join(reasons)
 
 
-def judge(sent: Mapping[JobId, Sent], answers: Iterable[Result], references: Sequence[Result]) -> Verdict:
+def judge(
+    sent: Mapping[JobId, Sent],
+    answers: Iterable[Result],
+    references: Sequence[Result],
+    read: Collection[JobId],
+) -> Verdict:
     """Hold the answers against the jobs, and against the undisturbed answer to each template.
 
     Args:
         sent: all jobs that were submitted.
         answers: the entries of their stream of answers, from the first to the last.
         references: by template.
+        read: jobs whose answers came to whoever reads that stream by cursor.
     """
     verdict = Verdict()
+    faults = defaultdict(list, {job_id: [one.complaint] for job_id, one in sent.items() if one.complaint})
     answered: set[JobId] = set()
     for answer in answers:
         if answer.id not in sent:
-            verdict.wrong[answer.id] = "nobody submitted this job"
+            faults[answer.id].append("nobody submitted this job")
         elif answer.id in answered:
             verdict.duplicated.append(answer.id)
         else:
             answered.add(answer.id)
-            _judge_answer(verdict, sent[answer.id], answer, references[sent[answer.id].template])
+            _count(verdict, answer)
+            one = sent[answer.id]
+            faults[answer.id] += _faults(one, answer, references[one.template])
+    for job_id in sorted(answered.difference(read)):
+        faults[job_id].append("whoever reads the answers was not given this one")
+    verdict.wrong = {job_id: "; ".join(found) for job_id, found in faults.items() if found}
     verdict.lost = [job_id for job_id, one in sent.items() if one.is_accepted and job_id not in answered]
     return verdict
 
 
-def _judge_answer(verdict: Verdict, sent: Sent, answer: Result, reference: Result) -> None:
+def _count(verdict: Verdict, answer: Result) -> None:
     verdict.statuses[answer.status] += 1
     verdict.num_tokens += answer.usage.completion_tokens
-    verdict.num_buried += _is_buried(answer)
-    faults = list(_faults(sent, answer, reference))
-    if faults:
-        verdict.wrong[answer.id] = "; ".join(faults)
+    if _is_buried(answer):
+        verdict.buried.append(answer.id)
 
 
 def _faults(sent: Sent, answer: Result, reference: Result) -> Iterator[str]:
-    if sent.complaint:
-        yield sent.complaint
     if answer.metadata != sent.job.metadata:
         yield f"metadata {dict(answer.metadata)}"
     if sent.awaited is not None and sent.awaited != answer:

@@ -7,18 +7,17 @@ is ever lost in a fork. It runs the real command, `tidemill worker`, on one comp
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -27,12 +26,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 POLL_INTERVAL = 0.02
 HTTP_SECONDS = 10.0
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+"""States of a process that no signal reaches any more."""
 
 PRELOADED = (
     "structlog",
@@ -56,9 +58,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to outgoing connections: such a one might take the port of a server
-that restarts, or of a worker that has yet to listen."""
 
 Command = Callable[[Sequence[str]], int]
 """A function of a module that can be imported, as `tidemill.__main__.main`: it takes a command line."""
@@ -135,13 +134,16 @@ class WorkerProcess:
 
     def _get(self, path: str) -> str:
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.metrics_port}{path}", timeout=HTTP_SECONDS
-            ) as response:
+            with self._open(path) as response:
                 return str(response.read().decode())
+        except http.client.HTTPException as error:
+            raise OSError(f"worker {self.pid} has ended amid its answer") from error
+
+    def _open(self, path: str) -> Any:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=HTTP_SECONDS)
         except urllib.error.HTTPError as refusal:  # 503: not healthy, and the body says why
-            with refusal:
-                return refusal.read().decode()
+            return refusal
 
     def kill(self) -> None:
         """SIGKILL: what has not been said by now never will be."""
@@ -153,12 +155,29 @@ class WorkerProcess:
         self.process.terminate()
 
     def freeze(self) -> None:
-        """Return once it computes and says nothing, until `thaw`; the server keeps its connections."""
+        """Return once it computes and says nothing, until `thaw`; the server keeps its connections.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
         os.kill(self.pid, signal.SIGSTOP)
-        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
+        while (status := self._status()) != psutil.STATUS_STOPPED:
+            if status in ENDED:
+                raise ProcessLookupError(f"worker {self.pid} has ended")
             time.sleep(0.001)
 
+    def _status(self) -> str:
+        try:
+            return psutil.Process(self.pid).status()
+        except psutil.NoSuchProcess:
+            return psutil.STATUS_DEAD
+
     def thaw(self) -> None:
+        """Let it go on.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
         os.kill(self.pid, signal.SIGCONT)
 
     def wait(self, timeout: float = STOP_SECONDS) -> int:
@@ -208,7 +227,7 @@ class WorkerProcesses:
 
     def start(self, command: Command | None = None, **flags: object) -> WorkerProcess:
         """Start one, and do not wait for it; `flags` are added to those that all have."""
-        port = self._free_port()
+        port = free_port()
         arguments = ["worker", *command_line({**self._flags, "metrics_port": port, **flags})]
         log = self._folder / f"worker-{len(self.started)}.log"
         log.touch()  # a process that is killed at once leaves an empty one
@@ -219,11 +238,6 @@ class WorkerProcesses:
         worker = WorkerProcess(process, log, port)
         self.started.append(worker)
         return worker
-
-    def _free_port(self) -> int:
-        """One that none of these workers was given, as it may not listen yet."""
-        given = {worker.metrics_port for worker in self.started}
-        return next(port for port in iter(free_port, None) if port not in given)
 
 
 def command_line(flags: Mapping[str, object]) -> list[str]:
@@ -236,16 +250,6 @@ def command_line(flags: Mapping[str, object]) -> list[str]:
         else:
             words.append(f"--{flag}={value}")
     return words
-
-
-def free_port() -> int:
-    """A port of `PORTS` that nobody listens on."""
-    while True:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _work(command: Command, arguments: Sequence[str], log: Path) -> None:

@@ -1,4 +1,4 @@
-"""The soak ends with an exit status, and its folder is kept or removed."""
+"""The soak ends with an exit status, its folder is kept or removed, and nobody need give up by design."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import soak
-from soak import Soak
+from soak import MAX_ATTEMPTS, PATIENCE, SETTINGS, Soak
 from soak_verdict import Verdict
 
 from tidemill.jobs import JobId
@@ -38,7 +38,7 @@ def test_a_clean_soak_leaves_nothing_but_its_figures(
     end_with(Verdict(), monkeypatch)
     soak.main()
     assert not folder.exists()
-    assert '"kills": 100' in (tmp_path / "figures.json").read_text()
+    assert '"kills": 150' in (tmp_path / "figures.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,9 @@ def test_a_clean_soak_leaves_nothing_but_its_figures(
         Verdict(lost=[JobId("a")]),
         Verdict(duplicated=[JobId("a")]),
         Verdict(wrong={JobId("a"): "text"}),
+        Verdict(buried=[JobId("a")]),
         Verdict(left=["leases"]),
+        Verdict(odd=["worker-0.log: ended by itself"]),
     ],
 )
 def test_any_other_soak_fails_and_keeps_its_files(
@@ -57,3 +59,9 @@ def test_any_other_soak_fails_and_keeps_its_files(
     with pytest.raises(SystemExit, match=str(folder)):
         soak.main()
     assert folder.exists()
+
+
+def test_no_job_waits_for_its_attempts_until_its_clients_give_up() -> None:
+    """Between two of them: none after the first failure, then `backoff`, doubled each time."""
+    pauses = [SETTINGS.backoff * 2**number for number in range(MAX_ATTEMPTS - 2)]
+    assert sum(min(pause, SETTINGS.max_backoff) for pause in pauses) < PATIENCE * 0.6

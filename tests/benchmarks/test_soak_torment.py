@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from redis.exceptions import ConnectionError
 from soak_torment import Blow, Planned, Tormentor, plan
 
 WORKERS = 3
@@ -55,14 +54,9 @@ class FakeWorker:
 
     told: list[str] = field(default_factory=list)
     is_alive: bool = True
-    is_gone: bool = False
-
-    def kill(self) -> None:
-        self.told.append("kill")
-        self.is_alive = False
 
     def freeze(self) -> None:
-        if self.is_gone:
+        if not self.is_alive:
             raise ProcessLookupError
         self.told.append("freeze")
 
@@ -80,17 +74,27 @@ class FakeFleet:
         self.workers = [FakeWorker() for _ in range(WORKERS)]
         self.replaced: list[FakeWorker] = []
 
-    def replace(self, number: int) -> None:
-        self.replaced.append(self.workers[number])
+    async def kill(self, number: int) -> None:
+        self._replace(number, "kill")
+
+    def terminate(self, number: int) -> FakeWorker:
+        if not self.workers[number].is_alive:
+            raise ProcessLookupError
+        return self._replace(number, "terminate")
+
+    def _replace(self, number: int, told: str) -> FakeWorker:
+        worker = self.workers[number]
+        worker.told.append(told)
+        self.replaced.append(worker)
         self.workers[number] = FakeWorker()
+        return worker
 
 
 class FakeServer:
-    """Notes how it was ended and started."""
+    """Notes how it was ended and started, and whether it was asked meanwhile."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
-        self.is_away = False
 
     def end(self, how: signal.Signals) -> None:
         self.told.append(how)
@@ -99,8 +103,6 @@ class FakeServer:
         self.told.append("start")
 
     def client(self) -> AbstractContextManager[Any]:
-        if self.is_away:
-            raise ConnectionError("away")
         return nullcontext(self)
 
     def script_flush(self) -> None:
@@ -136,11 +138,12 @@ async def test_a_frozen_worker_is_thawed() -> None:
     assert fleet.workers[0].told == ["freeze", "thaw"]
 
 
-async def test_a_worker_that_has_ended_cannot_be_frozen_and_that_ends_nothing() -> None:
+@pytest.mark.parametrize("blow", [Blow.FREEZE, Blow.TERMINATE])
+async def test_a_blow_to_a_worker_that_has_ended_does_not_count_and_ends_nothing(blow: Blow) -> None:
     tormentor, fleet, _, _ = make_tormentor()
-    fleet.workers[0].is_gone = True
-    await tormentor.run(soon(Blow.FREEZE, Blow.KILL))
-    assert tormentor.done[Blow.KILL] == 1
+    fleet.workers[0].is_alive = False
+    await tormentor.run(soon(blow, Blow.KILL))
+    assert tormentor.done == {Blow.KILL: 1}
 
 
 async def test_two_restarts_at_once_are_two_restarts() -> None:
@@ -149,12 +152,10 @@ async def test_two_restarts_at_once_are_two_restarts() -> None:
     assert server.told == [signal.SIGKILL, "start", signal.SIGTERM, "start"]
 
 
-async def test_scripts_are_flushed_unless_the_server_is_away() -> None:
+async def test_scripts_are_flushed_once_the_server_is_back() -> None:
     tormentor, _, server, _ = make_tormentor()
-    await tormentor.run(soon(Blow.FLUSH_SCRIPTS))
-    server.is_away = True
-    await tormentor.run(soon(Blow.FLUSH_SCRIPTS))
-    assert server.told == ["flush"]
+    await tormentor.run(soon(Blow.SERVER_KILL, Blow.FLUSH_SCRIPTS, seconds=0.01))
+    assert server.told == [signal.SIGKILL, "start", "flush"]
 
 
 async def test_a_wire_that_was_cut_is_mended() -> None:

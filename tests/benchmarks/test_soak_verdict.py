@@ -42,7 +42,8 @@ def make_answer(name: str = "a", *, text: str = TEXT, **fields: Any) -> Result:
 
 def verdict_of(*answers: Result, sent: Sent | None = None, reference: Result | None = None) -> Verdict:
     one = sent or make_sent()
-    return judge({one.job.id: one}, answers, [reference or make_answer("undisturbed")])
+    read = {answer.id for answer in answers}
+    return judge({one.job.id: one}, answers, [reference or make_answer("undisturbed")], read)
 
 
 def cut_short(text: str, **fields: Any) -> Result:
@@ -90,7 +91,7 @@ def test_each_further_answer_is_a_duplicate_even_if_it_is_the_same() -> None:
         (make_answer(metadata={}), make_sent(), "metadata"),
         (make_answer(), make_sent(streamed={0: "the tid"}), "stream told another text"),
         (make_answer(), make_sent(awaited=make_answer(worker="x")), "given another answer"),
-        (make_answer(), make_sent(complaint="JobUnknown: a"), "JobUnknown"),
+        (make_answer(), make_sent(complaint="the wait for it did not end"), "did not end"),
     ],
 )
 def test_an_answer_that_differs_is_wrong(answer: Result, sent: Sent, reason: str) -> None:
@@ -120,11 +121,26 @@ def test_a_cancellation_that_came_too_late_changes_nothing() -> None:
     assert not verdict_of(make_answer(text="x"), sent=make_sent(is_cancelled=True)).is_clean
 
 
-def test_a_buried_job_is_counted_and_is_not_wrong() -> None:
+def test_a_job_that_was_given_up_is_not_clean() -> None:
     error = ErrorInfo(code=ErrorCode.ATTEMPTS_EXHAUSTED, message="given up")
     verdict = verdict_of(make_answer(text="the", status=Status.FAILED, error=error))
-    assert verdict.is_clean
-    assert verdict.num_buried == 1
+    assert verdict.buried == ["a"]
+    assert verdict.wrong == {}
+    assert verdict.reason(JobId("a")) == "given up"
+    assert not verdict.is_clean
+
+
+def test_an_answer_that_its_reader_was_not_given_is_not_clean() -> None:
+    one = make_sent()
+    verdict = judge({one.job.id: one}, [make_answer()], [make_answer()], read=())
+    assert "was not given this one" in verdict.reason(one.job.id)
+    assert not verdict.is_clean
+
+
+def test_somebody_who_was_let_down_counts_even_if_there_was_never_an_answer() -> None:
+    verdict = verdict_of(sent=make_sent(is_accepted=False, complaint="its submission did not end"))
+    assert verdict.wrong == {"a": "its submission did not end"}
+    assert not verdict.is_clean
 
 
 def test_a_stream_is_compared_generation_by_generation() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from ports import free_port
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from wire import Wire, wire_to
-from worker_processes import free_port
 
 from tests.tidemill.servers import Server
 

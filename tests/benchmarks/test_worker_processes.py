@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from tiny_model import write_tiny_model
-from worker_processes import PORTS, WorkerProcess, WorkerProcesses, command_line, free_port
+from worker_processes import WorkerProcess, WorkerProcesses, command_line
 
 from tests.worker.factories import Place
 from tidemill.jobs import Job, Status
@@ -78,6 +82,41 @@ async def test_a_worker_is_frozen_thawed_and_killed(workers: WorkerProcesses) ->
     assert worker.wait() == -signal.SIGKILL
 
 
+@pytest.fixture
+def ended(tmp_path: Path) -> Iterator[WorkerProcess]:
+    """A process that has ended, and that nobody has asked about: a zombie."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        yield WorkerProcess(Mock(pid=process.pid), tmp_path / "worker.log", metrics_port=0)
+
+
+def test_a_zombie_cannot_be_frozen(ended: WorkerProcess) -> None:
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        ended.freeze()
+
+
+def test_nor_can_a_process_that_is_gone_by_the_time_one_looks(
+    ended: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda pid, number: os.waitpid(pid, 0))
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        ended.freeze()
+
+
+@pytest.mark.parametrize("status", ["200 OK", "503 Service Unavailable"])
+def test_a_worker_that_ends_amid_its_answer_does_not_answer(status: str, tmp_path: Path) -> None:
+    def answer(server: socket.socket) -> None:
+        with server.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(f"HTTP/1.0 {status}\r\nContent-Length: 34\r\n\r\n{{".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(answer, server)
+        worker = WorkerProcess(Mock(pid=1), tmp_path / "worker.log", server.getsockname()[1])
+        with pytest.raises(OSError, match="amid its answer"):
+            worker.health()
+
+
 async def test_a_worker_that_cannot_start_says_why(workers: WorkerProcesses) -> None:
     worker = workers.start(max_num_seqs=0)
     with pytest.raises(RuntimeError, match="max_num_seqs='0'"):
@@ -138,7 +177,3 @@ def test_flags_are_spelled_as_the_command_has_them() -> None:
         "--no-enable-prefix-caching",
         "--enable-chunked-prefill",
     ]
-
-
-def test_a_free_port_is_none_that_the_kernel_gives_away() -> None:
-    assert all(free_port() in PORTS for _ in range(100))

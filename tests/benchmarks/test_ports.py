@@ -1,0 +1,29 @@
+"""Ports for our own servers: nobody is given the same one, and servers can listen on it."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from ports import PORTS, free_port
+
+AT_ONCE = 200
+
+
+def test_no_two_who_ask_at_once_are_given_the_same() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        ports = list(threads.map(lambda _: free_port(), range(AT_ONCE)))
+    assert len(set(ports)) == AT_ONCE
+    assert set(ports) <= set(PORTS)
+
+
+def test_a_server_can_listen_on_it() -> None:
+    address = ("127.0.0.1", free_port())
+    with socket.create_server(address), socket.create_connection(address):  # with SO_REUSEADDR, as servers do
+        pass
+
+
+def test_the_kernel_gives_none_of_them_away() -> None:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    assert PORTS.stop + 10_000 < first  # a cluster's bus ports, too
