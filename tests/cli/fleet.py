@@ -47,7 +47,7 @@ def bury(server: Server, queue_name: str, *jobs: Job) -> None:
                 (claimed,) = await queue.claim("lost-worker", 1)
                 assert await reclaim_after_lapse(redis, queue, claimed.job_id) == []
 
-    server.await_uptime(int(LEASE) + 1)
+    server.await_uptime(LEASE)
     asyncio.run(give_up())
 
 

@@ -58,7 +58,7 @@ def make_jobs(label: str, *, max_tokens: int = MAX_TOKENS) -> list[Job]:
 @pytest.fixture(scope="module")
 def lasting_server() -> Iterator[Server]:
     with running(valkey_binary(), "--appendonly", "yes", "--appendfsync", "always") as started:
-        started.await_uptime(int(LEASE) + 1)  # before that, nobody's lease is taken away
+        started.await_uptime(LEASE)  # before that, nobody's lease is taken away
         yield started
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def answers(model: Path) -> Answers:
 def shared_server() -> Iterator[Server]:
     """For tests that leave the server in peace; old enough for reclaims."""
     with server_of("valkey") as server:
-        server.await_uptime(math.ceil(LEASE))
+        server.await_uptime(LEASE)
         yield server
 
 

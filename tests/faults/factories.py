@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from worker_processes import WorkerProcess, WorkerProcesses
 
 from tests.e2e.polling import until
+from tests.faults.kinds_of_server import server_of
 from tests.faults.sabotage import Sabotaged
 from tests.tidemill.servers import Server
 from tidemill.client import Client, ClientSettings
@@ -28,7 +29,8 @@ from tidemill.queue import Queue
 
 T = TypeVar("T")
 
-LEASE = 1.0
+LEASE = 2.0
+"""Seconds: a worker that is starved for most of that keeps its jobs all the same."""
 PATIENCE = 60.0
 """Seconds that a test waits for what must come, before it takes the product to hang."""
 MODEL = "tiny"
@@ -77,7 +79,9 @@ class Place:
     client: Client
     workers: WorkerProcesses
     submitted: dict[JobId, Job] = field(default_factory=dict)
-    streams: dict[JobId, asyncio.Task[list[Delta]]] = field(default_factory=dict)
+    told: dict[JobId, list[Delta]] = field(default_factory=dict)
+    """What the readers of streamed jobs have been told so far."""
+    streams: dict[JobId, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
     def keys(self) -> QueueKeys:
@@ -111,15 +115,18 @@ class Place:
         for job in jobs:
             self.submitted[job.id] = job
             if job.stream:
-                self.streams[job.id] = asyncio.create_task(self._deltas(job.id))
+                told = self.told[job.id] = []
+                self.streams[job.id] = asyncio.create_task(self._read_along(job.id, told))
 
     def forget(self) -> None:
         """Expect no answer to what was submitted so far."""
         self.submitted.clear()
+        self.told.clear()
         self.streams.clear()
 
-    async def _deltas(self, job_id: JobId) -> list[Delta]:
-        return [delta async for delta in self.client.stream(job_id)]
+    async def _read_along(self, job_id: JobId, told: list[Delta]) -> None:
+        async for delta in self.client.stream(job_id):
+            told.append(delta)
 
     async def under_way(
         self, jobs: Sequence[Job], worker: WorkerProcess | None = None, *, tokens: int = 5
@@ -145,7 +152,8 @@ class Place:
     async def deltas(self, job: Job) -> list[Delta]:
         """What the reader of its stream was told, from its beginning to its end."""
         async with asyncio.timeout(PATIENCE):
-            return await self.streams[job.id]
+            await self.streams[job.id]
+        return self.told[job.id]
 
 
 async def persist(ask: Callable[[], Awaitable[T]]) -> T:
@@ -194,3 +202,19 @@ async def open_place(
         await client.close()
         await queue.aclose()
         await connection.aclose()
+
+
+@asynccontextmanager
+async def open_own_place(
+    kind: str, model: Path, folder: Path, *options: str, **flags: Any
+) -> AsyncIterator[Place]:
+    """A queue on a server that nothing else is on, for what is done to the server.
+
+    Args:
+        kind: of server.
+        options: of the server.
+        flags: as for `open_place`.
+    """
+    with server_of(kind, *options) as server:
+        async with open_place(server, model, folder, **flags) as place:
+            yield place

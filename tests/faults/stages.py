@@ -17,7 +17,7 @@ from tidemill.moves import Claimed, JobState, Renewal
 
 LONG = 600
 """Tokens: at `SLOWLY` they take much longer than whoever has to be at some stage before their end."""
-SLOWLY = Sabotaged(step_seconds=0.02)
+SLOWLY = Sabotaged(step_seconds=0.03)
 BRIEF = 0.1
 LONGER_THAN_ANY_TEST = 300.0
 TINY_CACHE = 0.0005

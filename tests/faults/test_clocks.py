@@ -27,7 +27,7 @@ async def test_jobs_change_hands_as_if_they_agreed(place: Place, answers: Answer
     """From the one that is ahead to the one that is behind: a lease and a deadline mean the same to both."""
     ahead = await place.start_ready(Sabotaged(clock=MINUTES))
     jobs = make_jobs(6, params={"max_tokens": 200}, deadline=MINUTES / 2)
-    late = make_job("late", params={"max_tokens": 1000}, deadline=3 * LEASE)
+    late = make_job("late", params={"max_tokens": 1500}, deadline=3 * LEASE)
     await place.submit(*jobs, late)
     await place.under_way([*jobs, late], ahead)
     behind = await place.start_ready(Sabotaged(clock=-MINUTES))

@@ -22,7 +22,7 @@ from tidemill.moves import CancelOutcome, QueueSettings
 
 OpenPlace = Callable[[], AbstractAsyncContextManager[Place]]
 
-DEADLINE = 4.0
+DEADLINE = 10.0
 """Seconds; long enough to be at any stage by then, even with a worker for each on two cores."""
 LEASE = 60.0
 """Jobs would end by themselves before their next renewal: a cancellation does not wait for that."""
@@ -78,10 +78,12 @@ async def test_a_job_is_cancelled(patient: OpenPlace, answers: Answers, name: st
 
 async def test_jobs_are_late(patient: OpenPlace, answers: Answers) -> None:
     """That is an answer of its own: nobody can take it for one that has reached its length."""
+    there = asyncio.Barrier(len(STAGES))
 
     async def one_is_late(name: str) -> None:
         async with patient() as place:
             stage = await STAGES[name](place, DEADLINE)
+            await there.wait()  # what the answers must be is computed here, and would hold up the others
             (result,) = await place.results([stage.job])
             assert (result.status, result.finish_reason) == (Status.EXPIRED, FinishReason.EXPIRED)
             assert result.error is not None

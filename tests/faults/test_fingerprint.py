@@ -8,7 +8,8 @@ import pytest
 from tiny_model import write_tiny_model
 
 from tests.e2e.oracle import Oracle
-from tests.faults.factories import MODEL, Place, make_jobs
+from tests.e2e.polling import until
+from tests.faults.factories import MODEL, PATIENCE, Place, make_jobs
 from tests.faults.invariants import assert_answers, assert_delivered, assert_whole
 from tidemill.jobs import Delta
 
@@ -28,10 +29,11 @@ def last_telling(deltas: list[Delta]) -> list[Delta]:
 
 async def test_it_begins_anew(place: Place, other_model: Path) -> None:
     """Every token of the answer, and what a reader is left with, is of the second model."""
-    jobs = make_jobs(6, params={"max_tokens": 200})
+    jobs = make_jobs(6, params={"max_tokens": 300})
     first = await place.start_ready()
     await place.submit(*jobs)
     await place.under_way(jobs, first, tokens=20)
+    await until(lambda: all(place.told.values()), timeout=PATIENCE)
     first.kill()
     second = await place.start_ready(model=other_model)
     expected = Oracle(other_model, MODEL).answers(jobs)

@@ -11,6 +11,8 @@ from tests.faults.factories import Place, make_job, make_jobs
 from tests.faults.invariants import assert_delivered, assert_undisturbed
 
 KILLS = 12
+LENGTH = 400
+"""Tokens."""
 
 
 async def test_kills_at_random_instants(place: Place, answers: Answers) -> None:
@@ -18,7 +20,7 @@ async def test_kills_at_random_instants(place: Place, answers: Answers) -> None:
     dice = random.Random(7)
     for _ in range(3):
         await place.start_ready(max_attempts=100)
-    jobs = make_jobs(60, params={"max_tokens": 80})
+    jobs = make_jobs(60, params={"max_tokens": 160})
     await place.submit(*jobs)
     kills = 0
     while kills < KILLS and len(place.answered_ids()) < len(jobs):
@@ -37,7 +39,7 @@ async def test_a_generation_goes_on_where_it_was(place: Place, answers: Answers)
     """The second worker generates what the last checkpoint lacks, and nothing else."""
     jobs = [
         make_job(
-            number=number, stream=number % 2 == 0, params={"max_tokens": 200, "temperature": 0.8, "n": 1}
+            number=number, stream=number % 2 == 0, params={"max_tokens": LENGTH, "temperature": 0.8, "n": 1}
         )
         for number in range(4)
     ]
@@ -52,5 +54,5 @@ async def test_a_generation_goes_on_where_it_was(place: Place, answers: Answers)
     results = await assert_undisturbed(place, jobs, answers(jobs))
 
     assert all(result.attempts == 2 and survivor.holds(result.worker) for result in results)
-    assert survivor.metric("tidemill_generation_tokens_total") == 4 * 200 - checkpointed
+    assert survivor.metric("tidemill_generation_tokens_total") == 4 * LENGTH - checkpointed
     await assert_delivered(place)

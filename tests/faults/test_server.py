@@ -11,7 +11,7 @@ import redis
 
 from tests.e2e.polling import until
 from tests.faults.conftest import Answers
-from tests.faults.factories import PATIENCE, Place, make_job, make_jobs, open_place
+from tests.faults.factories import PATIENCE, Place, make_job, make_jobs, open_own_place, open_place
 from tests.faults.invariants import assert_delivered, assert_undisturbed
 from tests.faults.kinds_of_server import KINDS, LASTING, server_of
 from tests.tidemill.proxy import Proxy, proxy_to
@@ -19,12 +19,12 @@ from tests.tidemill.servers import Server
 from tidemill.errors import QueueUnavailable
 from tidemill.moves import QueueSettings
 
-SLOW_LOADING = ("--key-load-delay", "5000", "--loading-process-events-interval-bytes", "1024")
+SLOW_LOADING = ("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
 """Microseconds that each key takes to load, and after how many bytes clients are told of it."""
 OUTAGE = 0.5
 FLUSHES = 25
 FAILURES = "tidemill_redis_failures_total"
-LONG_LEASE = 4.0
+LONG_LEASE = 6.0
 """So long that a worker which may renew again surely does so before it has passed once more."""
 
 
@@ -40,7 +40,7 @@ async def busy(lasting_server: Server, model: Path, tmp_path: Path) -> AsyncIter
     """Two workers amid more jobs than they can hold."""
     async with open_place(lasting_server, model, tmp_path) as place:
         workers = [await place.start_ready() for _ in range(2)]
-        await place.submit(*make_jobs(30, params={"max_tokens": 80}))
+        await place.submit(*make_jobs(30, params={"max_tokens": 160}))
         await until(lambda: all(worker.health()["running"] for worker in workers), timeout=PATIENCE)
         yield place
 
@@ -79,7 +79,12 @@ async def compact(server: Server) -> None:
     """Let it rewrite its append-only file, as it does by itself now and then: keys instead of commands."""
     with server.client() as client:
         client.bgrewriteaof()
-        await until(lambda: not client.info("persistence")["aof_rewrite_in_progress"], timeout=PATIENCE)
+        await until(lambda: not is_rewriting(client), timeout=PATIENCE)
+
+
+def is_rewriting(client: redis.Redis) -> bool:
+    persistence = client.info("persistence")
+    return bool(persistence["aof_rewrite_in_progress"] or persistence["aof_rewrite_scheduled"])
 
 
 def is_loading(server: Server) -> bool:
@@ -88,7 +93,7 @@ def is_loading(server: Server) -> bool:
             client.ping()
     except redis.BusyLoadingError:
         return True
-    except redis.ConnectionError:
+    except (redis.ConnectionError, redis.TimeoutError):
         return False
     raise AssertionError("it was loaded before anybody could look")
 
@@ -137,15 +142,16 @@ async def test_runs_out_of_memory(busy: Place, answers: Answers) -> None:
 async def test_leases_that_ran_out_while_it_was_away(model: Path, tmp_path: Path, answers: Answers) -> None:
     """Nobody could renew: the jobs stay their holder's, even if that comes back later than another one."""
     settings = QueueSettings(lease=LONG_LEASE)
-    with server_of("redis", *LASTING) as server:
-        async with (
-            proxy_to(server.port) as proxy,
-            open_place(server, model, tmp_path, settings=settings, lease=LONG_LEASE) as place,
-        ):
-            await take_over_too_early(place, proxy, answers)
+    async with (
+        open_own_place("redis", model, tmp_path, *LASTING, settings=settings, lease=LONG_LEASE) as place,
+        proxy_to(place.server.port) as proxy,
+    ):
+        await take_over_too_early(place, proxy, answers)
 
 
 async def take_over_too_early(place: Place, proxy: Proxy, answers: Answers) -> None:
+    other = await place.start_ready()
+    other.freeze()
     holder = await place.start_ready(redis_url=proxy.url)
     jobs = make_jobs(6, params={"max_tokens": 300})
     await place.submit(*jobs)
@@ -155,7 +161,7 @@ async def take_over_too_early(place: Place, proxy: Proxy, answers: Answers) -> N
     holder.freeze()
     await asyncio.sleep(LONG_LEASE)
     place.server.start()
-    other = await place.start_ready()
+    other.thaw()
     witness = make_job()
     await place.submit(witness)
     await place.results([witness])  # by now the other one has looked for what it might reclaim

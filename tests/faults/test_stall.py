@@ -10,7 +10,8 @@ from tests.faults.invariants import assert_delivered, assert_undisturbed
 from tests.faults.sabotage import HANGS_IN_STEP, Sabotaged
 from tidemill.exit_codes import ExitCode
 
-STALL_TIMEOUT = 1.0
+STALL_TIMEOUT = 3.0
+"""Seconds: no step takes so long that nobody has made hang."""
 
 
 async def test_a_step_hangs(place: Place, answers: Answers) -> None:

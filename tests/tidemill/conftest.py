@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ def servers() -> Iterator[dict[str, Server]]:
             "cluster": stack.enter_context(running_cluster()),
         }
         for server in started.values():
-            server.await_uptime(math.ceil(LEASE))
+            server.await_uptime(LEASE)
         yield started
 
 

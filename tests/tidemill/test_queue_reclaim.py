@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from redis.asyncio import Redis
@@ -198,6 +199,16 @@ async def test_nothing_is_reclaimed_within_a_lease_of_the_servers_start(queue: Q
 
     assert await reclaim_after_lapse(redis, careful, "a") == []
     assert await queue.finish(WORKER, claimed.attempt, make_result("a")) is FinishOutcome.OK
+
+
+async def test_a_second_that_has_only_begun_is_no_age_of_the_server(queue: Queue, redis: Redis) -> None:
+    for job_id in (f"j{i}" for i in itertools.count()):
+        await submit_and_claim(queue, job_id)
+        uptime = (await redis.info("server"))["uptime_in_seconds"]
+        found = await reclaim_after_lapse(redis, sibling(queue, redis, lease=uptime), job_id)
+        if (await redis.info("server"))["uptime_in_seconds"] == uptime:  # else the second is over
+            assert found == []
+            break
 
 
 async def test_nothing_is_reclaimed_within_a_lease_of_a_change_of_servers(queue: Queue, redis: Redis) -> None:

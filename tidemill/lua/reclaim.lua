@@ -22,7 +22,7 @@ end
 -- Leases ran on while the server was down: give their holders the time of one lease to renew.
 local function started_lately()
   local info = redis.call('INFO', 'server')
-  local uptime = string.match(info, 'uptime_in_seconds:(%d+)') * 1000
+  local uptime = (string.match(info, 'uptime_in_seconds:(%d+)') - 1) * 1000 -- it counts seconds that have begun
   return math.min(uptime, NOW - server_since(info)) < C.lease
 end
 
