@@ -153,7 +153,7 @@ class Bench:
             return statistics.median(self._offer(alone, [0.0]).p99 for _ in range(3))
 
     def load(self, contender: Contender, unloaded: float, pieces: Sequence[Piece], extent: Extent) -> None:
-        """Offer each load until one passes the bound; the same jobs arrive in the same pattern, ever faster."""
+        """Offer each load until one passes the bound; the same jobs in the same pattern, ever faster."""
         contender.loads.append((0.0, unloaded))
         for share in extent.loads:
             if contender.loads[-1][1] > BOUND * unloaded:
