@@ -7,8 +7,8 @@ import socket
 from contextlib import suppress
 
 PORTS = range(20_000, 22_500)
-"""Below those that the kernel gives to outgoing connections: such a one might take the port of a server
-that restarts, or of a worker that has yet to listen. So are a cluster's bus ports, 10,000 above."""
+"""Below those that Linux, left as it is, gives to outgoing connections: such a one might take the port of a
+server that restarts, or of a worker that has yet to listen. So are a cluster's bus ports, 10,000 above."""
 
 
 def free_port() -> int:

@@ -92,7 +92,12 @@ class Fleet:
             await asyncio.sleep(PAUSE)
 
     async def until_idle(self) -> list[str]:
-        """Return when no worker has anything left, or what they still have when patience ends."""
+        """Return when no worker has anything left, or what they still have when patience ends.
+
+        That begins once all serve: one that is still starting has no answer.
+        """
+        for number in range(len(self.workers)):
+            await self._serving(number)
         give_up = time.monotonic() + self.patience
         while True:
             left = [line for worker in self.workers for line in await asyncio.to_thread(_left_in, worker)]

@@ -60,6 +60,7 @@ def test_the_server_takes_the_password_from_its_environment(password: str, tmp_p
         with redis.Redis(port=server.port, password=password or None) as client:
             assert client.ping()
         if password:
+            assert password not in Path(f"/proc/{server.process.pid}/cmdline").read_text()
             with server.client() as stranger, pytest.raises(redis.AuthenticationError):
                 stranger.ping()
 

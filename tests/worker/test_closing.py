@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,9 @@ class Queue:
             raise QueueUnavailable("busy")
 
 
-def make_closing(queue: Any, *jobs: HeldJob, engine_hangs: bool = False) -> tuple[Closing, HeldJobs]:
+def make_closing(
+    queue: Any, *jobs: HeldJob, engine_hangs: Callable[[], bool] = lambda: False
+) -> tuple[Closing, HeldJobs]:
     """Of a worker whose tasks and threads have ended."""
     held = HeldJobs()
     for job in jobs:
@@ -228,7 +230,7 @@ def make_closing(queue: Any, *jobs: HeldJob, engine_hangs: bool = False) -> tupl
         announcing=asyncio.create_task(over()),
         stop_threads=lambda: None,
         may_hand_back=lambda: True,
-        engine_hangs=lambda: engine_hangs,
+        engine_hangs=engine_hangs,
     )
     return closing, held
 
@@ -264,12 +266,22 @@ async def test_who_has_handed_back_all_leaves_nothing_behind(
     ("engine_hangs", "released"), [(False, ["suspect", "other"]), (True, ["other"])], ids=["ended", "hangs"]
 )
 async def test_a_suspect_that_an_engine_hangs_over_is_not_handed_back(
-    engine_hangs: bool, released: list[str]
+    engine_hangs: bool, released: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uncounted, it would go from worker to worker, each of which is told to stop before it stalls."""
+    monkeypatch.setattr("tidemill_worker.closing.RECORDING_TIME", 0.1)
+    monkeypatch.setattr("tidemill_worker.closing.HAND_BACK_TIME", 0.3)
     queue = Queue()
     suspect, other = make_held("suspect", alone=True), make_held("other")
-    closing, held = make_closing(queue, suspect, other, engine_hangs=engine_hangs)
+    closing, held = make_closing(queue, suspect, other, engine_hangs=lambda: engine_hangs)
     assert await closing.run() is not engine_hangs
     assert queue.released == released
     assert len(held) == engine_hangs
+
+
+async def test_a_suspect_whose_step_was_only_slow_is_handed_back_after_all() -> None:
+    """Else its attempt would count, and bury it for a step of a few seconds."""
+    queue, looks = Queue(), iter([True, True, False])
+    closing, held = make_closing(queue, make_held("suspect", alone=True), engine_hangs=lambda: next(looks))
+    assert await closing.run() is True
+    assert (queue.released, len(held)) == (["suspect"], 0)

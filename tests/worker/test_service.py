@@ -26,6 +26,7 @@ from tidemill.errors import ErrorCode
 from tidemill.jobs import FinishReason, Job, JobId, Result, Status
 from tidemill.keys import JobField, QueueKeys
 from tidemill.moves import CancelOutcome, JobState
+from tidemill_worker.admission import Admission
 from tidemill_worker.announcer import Announcer
 from tidemill_worker.endpoint import Health
 from tidemill_worker.health import HealthProbe
@@ -296,6 +297,25 @@ async def test_a_part_that_breaks_apart_from_the_jobs_costs_them_nothing(
     view = await client.status(job.id)
     assert (view.state, view.checkpointed_tokens, view.failures) == (JobState.WAITING, 3, 0)
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["task_failed"]
+
+
+async def test_a_job_that_breaks_the_intake_costs_it_an_attempt(
+    place: Place, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic of native code is no `Exception`. Uncounted, the job would break one worker after another."""
+
+    class Panic(BaseException):
+        """As Rust raises it."""
+
+    def prepare(*arguments: object) -> NoReturn:
+        raise Panic
+
+    monkeypatch.setattr(Admission, "prepare", prepare)
+    job = make_job()
+    async with running_worker(place) as worker:
+        await client.submit(job)
+        assert await asyncio.wait_for(worker.task, 20) is False
+    assert (await client.status(job.id)).state is JobState.RUNNING
 
 
 async def test_the_model_card_is_published(place: Place, client: Client) -> None:

@@ -9,16 +9,18 @@ from contextlib import suppress
 
 import structlog
 
+from tidemill import backoff
 from tidemill.errors import QueueUnavailable
 from tidemill.queue import Queue
 from tidemill_worker.held import HeldJobs, request_id
-from tidemill_worker.waiting import pauses
 
 RECORDING_TIME = 5.0
 """Seconds in which what is finished may still be recorded once nothing runs any more, however Redis is."""
 HAND_BACK_TIME = 3.0
 """Seconds for handing back the rest, whatever recording has left of its own: without this, the jobs lie idle
 until their leases lapse."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.3
+"""Seconds between two tries of that, so short because there are so few."""
 CLOSING_TIME = RECORDING_TIME + HAND_BACK_TIME + 2.0
 """Seconds after the grace period in which a stop is over, if nothing hangs."""
 
@@ -73,13 +75,13 @@ class Closing:
         """Returns whether everything held was finished or handed back."""
         await self._until_empty()
         recorded_by = time.monotonic() + RECORDING_TIME
+        handed_back_by = recorded_by + HAND_BACK_TIME
         await asyncio.wait({self._claiming}, timeout=RECORDING_TIME / 2)
         self._claiming.cancel()
         await _by(recorded_by, asyncio.to_thread(self._stop_threads))
         await _by(recorded_by, self._all_recorded())
         if not self._may_hand_back():
             return False
-        handed_back_by = time.monotonic() + HAND_BACK_TIME
         self._announcing.cancel()
         await asyncio.wait({self._announcing}, timeout=HAND_BACK_TIME / 3)
         await _by(handed_back_by, self._leave())
@@ -111,15 +113,16 @@ class Closing:
             await self._changed.wait()
 
     async def _leave(self) -> None:
-        """Go on trying until Redis knows this worker no more."""
-        for pause in pauses():
+        """Go on trying until nothing is left and Redis knows this worker no more."""
+        for pause in backoff.pauses(FIRST_PAUSE, LONGEST_PAUSE):
             try:
                 await self._hand_back()
-                await self._queue.remove_consumer(self._worker)
-                return
+                if not self._held.num_live:
+                    await self._queue.remove_consumer(self._worker)
+                    return
             except QueueUnavailable as error:
                 self._log.warning("release_failed", reason=str(error), jobs=self._held.num_live)
-                await asyncio.sleep(pause)
+            await asyncio.sleep(pause)
 
     async def _hand_back(self) -> None:
         renewals = self._held.live_renewals(but_alone=self._engine_hangs())

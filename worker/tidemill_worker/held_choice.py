@@ -57,6 +57,7 @@ class HeldChoice:
     """Those that some checkpoint has."""
     _texts: list[str] = field(default_factory=list)
     _num_sealed_texts: int = 0
+    _num_chars: int = 0
 
     @property
     def text(self) -> str:
@@ -66,8 +67,7 @@ class HeldChoice:
     @property
     def result_bytes(self) -> int:
         """About what it takes in a result's JSON."""
-        num_text_bytes = sum(len(text) for text in self._texts)
-        return num_text_bytes + TOKEN_BYTES * len(self.token_ids) + logprob_bytes(self.logprobs)
+        return self._num_chars + TOKEN_BYTES * len(self.token_ids) + logprob_bytes(self.logprobs)
 
     @property
     def has_news(self) -> bool:
@@ -88,6 +88,7 @@ class HeldChoice:
         self.logprobs.extend(logprobs)
         if text:
             self._texts.append(text)
+            self._num_chars += len(text)
         self.token_ids.extend(token_ids)
 
     def seal(self, index: int) -> Piece:

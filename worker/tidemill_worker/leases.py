@@ -70,6 +70,10 @@ class LeaseKeeper:
         self._unreachable = False
         self._log = structlog.get_logger()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def start(self) -> None:
         self._thread.start()
 
@@ -79,9 +83,9 @@ class LeaseKeeper:
         A thread that even so does not end, because it looks up a host name say, calls nobody back any more.
         """
         self._stopping.set()
-        if self._thread.is_alive():
+        if self.is_alive:
             self._thread.join(JOIN_TIMEOUT)
-        if self._thread.is_alive():
+        if self.is_alive:
             with suppress(RuntimeError):  # it has closed its loop in this very moment
                 self._interrupt()
             self._thread.join(JOIN_TIMEOUT)

@@ -156,11 +156,11 @@ class Service:
             )
             self._intake = intake = self._make_intake(queue)
             self._announcer = announcer = self._make_announcer(queue)
-            claiming = self._start(intake.run(), "intake")
-            announcing = self._start(announcer.run(), "announcer")
+            claiming = self._start(intake.run(), "intake", self._fail_over_jobs)
+            announcing = self._start(announcer.run(), "announcer", self._fail)
             others = [
-                self._start(intake.run_slow(), "compiler"),
-                self._start(self._recorder.run(), "recorder"),
+                self._start(intake.run_slow(), "compiler", self._fail_over_jobs),
+                self._start(self._recorder.run(), "recorder", self._fail_over_jobs),
             ]
             self.engine.start()
             self._leases.start()
@@ -205,6 +205,11 @@ class Service:
         if self._stalled:
             return WorkerState.STALLED
         return WorkerState.DRAINING if self._drain.is_set() else WorkerState.SERVING
+
+    @property
+    def has_running_threads(self) -> bool:
+        """Whether one of its own goes on after the end of `run`, hanging in something."""
+        return self.engine.is_alive or self._leases.is_alive
 
     @property
     def num_unrecorded(self) -> int:
@@ -287,9 +292,11 @@ class Service:
         self._leases.stop()
         self._writer.shutdown()
 
-    def _start(self, part: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    def _start(
+        self, part: Coroutine[None, None, None], name: str, on_failure: Callable[[], None]
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(part, name=name)
-        task.add_done_callback(self._task_ended)
+        task.add_done_callback(partial(self._task_ended, on_failure))
         return task
 
     def _on_loop(self, callback: Callable[[], object]) -> None:
@@ -347,7 +354,7 @@ class Service:
         self._may_hand_back = False
         self._fail()
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, on_failure: Callable[[], None], task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self._log.error("task_failed", task=task.get_name(), exc_info=task.exception())
-            self._fail()
+            on_failure()

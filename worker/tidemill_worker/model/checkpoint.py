@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 
+import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -86,10 +87,6 @@ def _converted(gguf: Path, cache_dir: Path) -> Path:
     """The converted twin of `gguf`; complete or absent, whatever interrupts the conversion."""
     folder = cache_dir / f"{gguf.stem}-{_content_key(gguf)}"
     if not _is_complete(folder):
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(cache_dir, error) from error
         with _alone_in(cache_dir) as alone:
             if not _is_complete(folder):
                 _convert_into(cache_dir, gguf, folder, sweep=alone)
@@ -103,7 +100,11 @@ def _is_complete(folder: Path) -> bool:
 @contextmanager
 def _alone_in(cache_dir: Path) -> Iterator[bool]:
     """Wait until no other process converts into this cache; false where its file system knows no locks."""
-    directory = os.open(cache_dir, os.O_RDONLY)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        directory = os.open(cache_dir, os.O_RDONLY)
+    except OSError as error:
+        raise _unwritable(cache_dir, error) from error
     try:
         yield _lock(directory)
     finally:
@@ -112,6 +113,11 @@ def _alone_in(cache_dir: Path) -> Iterator[bool]:
 
 def _lock(descriptor: int) -> bool:
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        structlog.get_logger().info(
+            "waiting_for_conversion", reason="another process converts into the cache"
+        )
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
         return False
