@@ -46,7 +46,7 @@ class BlockingClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected while it is held may need it too
 
     def __enter__(self) -> Self:
         return self

@@ -10,13 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from tidemill import wire
 from tidemill.connection import MAX_BLOCK, blocking_twin
 from tidemill.errors import QueueUnavailable
 from tidemill.moves import QueueSettings
-from tidemill.refusals import refusals_explained
+from tidemill.refusals import is_out_of_memory, refusals_explained
 from tidemill.scripts import Move, load_scripts
 
 
@@ -102,7 +101,7 @@ class Link:
                 yield
         except QueueUnavailable as refusal:
             # Whoever refuses one refuses renewals too, except a full server, which takes them.
-            if not isinstance(refusal.__cause__, OutOfMemoryError):
+            if not is_out_of_memory(refusal):
                 self._outage = True
             raise
         if self._outage:

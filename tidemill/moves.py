@@ -233,7 +233,7 @@ class QueueSettings:
     max_backoff: float = 300.0
     memory_overdraft: float = 0.1
     """Part of the server's `maxmemory` that it may hold beyond that before jobs are held back; and that
-    unread results may take then before none is handed out any more."""
+    results of the queue may take then before none is handed out any more."""
     ageing: float = 60.0
     """Each such span of waiting lifts a job by one priority, so that `low` does not starve."""
 

@@ -94,6 +94,11 @@ def unavailable(error: RedisError, redis: Redis) -> QueueUnavailable | None:
     return QueueUnavailable(f"Redis at {address_of(redis)} {reason}: {error}")
 
 
+def is_out_of_memory(refusal: QueueUnavailable) -> bool:
+    """Whether the server is there, and has no room."""
+    return isinstance(refusal.__cause__, OutOfMemoryError)
+
+
 def _reason(error: RedisError) -> str | None:
     if isinstance(error, ResponseError) and str(error).startswith(_DENIED_IN_SCRIPT):
         return _DENIED

@@ -19,9 +19,10 @@ from typing import TypeVar
 
 from tidemill.backoff import pauses
 from tidemill.completion import each
-from tidemill.errors import QueueFull, TidemillError
+from tidemill.errors import QueueFull, QueueUnavailable, TidemillError
 from tidemill.jobs import Job, JobId
 from tidemill.patience import Patience
+from tidemill.refusals import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -46,7 +47,8 @@ class Submission:
     as all of them are accepted: a full queue is asked little, and one that empties fills quickly. By
     tenant, because the limit that was met may be of one tenant only.
 
-    Absences of Redis are ridden out in that time, as long as patience allows.
+    Absences of Redis are ridden out in that time, as long as patience allows. A server that is out of memory
+    has no room.
     """
 
     def __init__(self, submit: Submit, *, patience: Patience, wait_for_room: float) -> None:
@@ -66,7 +68,8 @@ class Submission:
         """What becomes of `jobs`, in parts as it is decided; at the end, those that never found room.
 
         Raises:
-            QueueUnavailable: Redis was away, and still when patience or the time for the batch was over.
+            QueueUnavailable: Redis was away, and still when patience or the time for the batch was over; or
+                it was out of memory all that time.
         """
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._wait
@@ -76,7 +79,13 @@ class Submission:
             is_last = clock() >= give_up
             tried = list(waiting) if is_last else self._next_of(waiting)
             submit = partial(self._submit, [jobs[place] for place in tried])
-            decided = await self._patience.ride_out(submit, until=give_up)
+            try:
+                decided = await self._patience.ride_out(submit, until=give_up)
+            except QueueUnavailable as refusal:
+                if is_last or not is_out_of_memory(refusal):
+                    raise
+                await asyncio.sleep(min(next(pausing), give_up - clock()))
+                continue
             outcomes = list(zip(tried, decided, strict=True))
             self._learn(jobs, outcomes)
             settled = [pair for pair in outcomes if is_last or not isinstance(pair[1], QueueFull)]

@@ -14,12 +14,13 @@ from tests.tidemill.echo_worker import echo_worker
 from tests.tidemill.servers import Server
 from tidemill.blocking import BlockingClient
 from tidemill.client import ClientSettings
-from tidemill.errors import QueueUnavailable
+from tidemill.errors import QueueFull, QueueUnavailable
 from tidemill.exit_codes import ExitCode
 from tidemill.jobs import Job
 from tidemill.moves import QueueSettings, SubmitOutcome
 from tidemill.patience import Patience
 from tidemill.queue import Queue
+from tidemill_producer.commands.jobs_file import JobsFile
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +95,72 @@ def test_so_does_one_that_an_outage_has_cut_short(tidemill: Run, monkeypatch: py
     assert shown.err == (
         "tidemill: <stdin>: go on from line 3; all good lines before it were submitted\ntidemill: away\n"
     )
+
+
+def without_id(count: int) -> bytes:
+    return b'{"prompt": "x"}\n' * count
+
+
+def test_lines_without_an_id_are_not_to_run_twice(tidemill: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a connection that breaks when only a part of a batch is in: which part, nobody has heard."""
+
+    async def submit(queue: Queue, jobs: Sequence[Job], *, reply_to: str) -> list[SubmitOutcome]:
+        await ordinary(queue, jobs[:1], reply_to=reply_to)
+        raise QueueUnavailable("away")
+
+    ordinary = Queue.submit
+    monkeypatch.setattr(Queue, "submit", submit)
+    shown = tidemill("submit", "--file", "-", stdin=lines("a") + without_id(2) + lines("b"))
+    assert shown.err.splitlines()[0] == (
+        "tidemill: <stdin>: go on from line 1; all good lines before it were submitted,"
+        " as some to line 3 may have been: without an id they would run twice"
+    )
+
+
+def test_nor_are_those_that_got_in_behind_one_that_did_not() -> None:
+    """While one finds no room, a worker makes some, or the next is another tenant's."""
+    said: list[str] = []
+    file = JobsFile("f", without_id(3).splitlines(), defaults={}, report=said.append)
+    first, second, third = file
+    file.accepted(first.id)
+    file.refused(second, QueueFull("full", limit=1))
+    file.accepted(third.id)
+    file.say_where_to_go_on()
+    assert said == [
+        "f:2: full",
+        "f: go on from line 2; all good lines before it were submitted,"
+        " as some to line 3 may have been: without an id they would run twice",
+    ]
+
+
+def test_an_id_that_stands_twice_in_a_file_is_told_of_with_its_line() -> None:
+    said: list[str] = []
+    file = JobsFile("f", lines("a", "a", "a").splitlines(), defaults={}, report=said.append)
+    first, second, third = file
+    file.accepted(first.id)
+    for job in (second, third):
+        file.refused(job, QueueFull("full", limit=1))
+    file.say_where_to_go_on()
+    assert said == [
+        "f:2: full",
+        "f:3: full",
+        "f: go on from line 2; all good lines before it were submitted",
+    ]
+
+
+def test_who_gives_up_between_two_batches_is_told_of_the_next_line() -> None:
+    said: list[str] = []
+    file = JobsFile("f", lines("a", "b").splitlines(), defaults={}, report=said.append)
+    file.accepted(next(iter(file)).id)
+    file.say_where_to_go_on()
+    assert said == ["f: go on from line 2; all good lines before it were submitted"]
+
+
+def test_who_gives_up_waiting_for_answers_is_told_how_far_the_file_got(tidemill: Run) -> None:
+    shown = tidemill("submit", "--file", "-", "--wait", "--timeout", "0.1", "--wait-for-room", "60",
+        stdin=lines("a", "b", "c"))  # fmt: skip
+    assert shown.code == ExitCode.TIMEOUT
+    assert "<stdin>: go on from line 3; all good lines before it were submitted" in shown.err
 
 
 def test_one_of_which_nothing_got_in_does_not(tidemill: Run) -> None:

@@ -191,6 +191,7 @@ LEAVES = {
     "closed, then dropped": "client.close(); del walk, ids",
     "closed, never dropped": "client.close()",
     "dropped, then closed": "del walk, ids; client.close()",
+    "collected amid a call": "with client._lock:\n    del walk, ids\nclient.close()",
     "dropped by a child": "if os.fork() == 0:\n    del walk, ids\n    os._exit(0)\nos.wait(); client.close()",
 }
 
@@ -216,8 +217,9 @@ def test_a_process_ends_though_its_client_was_never_closed(
 
 def walked_a_step(url: str, queue: str, walk: str, leave: str) -> tuple[str, str]:
     """What a process prints, on standard output and standard error, that leaves a walk after one step."""
+    program = ABANDONED.format(walk=walk, leave=leave)
     run = subprocess.run(
-        [sys.executable, "-c", ABANDONED.format(walk=walk, leave=leave), url, queue],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, url, queue],
         capture_output=True, text=True, timeout=30, check=True,
     )  # fmt: skip
     return run.stdout, run.stderr

@@ -141,7 +141,8 @@ async def test_a_wait_for_room_outlasts_a_restart_of_the_server() -> None:
             entering = asyncio.create_task(client.submit(make_job("b"), wait_for_room=60.0))
             await asyncio.wait([entering], timeout=0.1)
             server.kill()
-            await asyncio.wait([entering], timeout=0.2)
+            while not client._queue._link._outage:  # until a try has met it
+                await asyncio.sleep(0.01)
             await asyncio.to_thread(server.start)
             async with open_queue(server.url, "q") as queue:
                 await work(queue)

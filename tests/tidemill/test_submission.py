@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from tests.tidemill.factories import make_job
 from tidemill.errors import InvalidJob, QueueFull, QueueUnavailable
@@ -207,3 +208,33 @@ async def test_without_waiting_an_outage_is_told_at_once() -> None:
 def test_a_time_limit_that_is_none_is_refused(wait: float) -> None:
     with pytest.raises(ValueError, match="wait_for_room must be at least 0 s"):
         make_submission(LimitedQueue(), wait)
+
+
+class FullServer(LimitedQueue):
+    """Out of memory for the first tries."""
+
+    def __init__(self, num_refusals: float) -> None:
+        super().__init__()
+        self._num_refusals = num_refusals
+
+    async def submit(self, jobs: Sequence[Job]) -> list[Outcome]:
+        if len(self.tries) < self._num_refusals:
+            self.tries.append(ids(jobs))
+            raise QueueUnavailable("out of memory") from OutOfMemoryError("OOM")
+        return await super().submit(jobs)
+
+
+async def test_a_server_without_memory_is_waited_for_as_for_room() -> None:
+    """Workers make room there too; only who is away is given up when patience is over."""
+    queue, jobs = FullServer(3), make_jobs(4)
+    assert await settle(queue, jobs, 60.0, patience=0.0) == ids(jobs)
+    assert len(queue.tries) == 4
+
+
+async def test_nor_is_that_waited_for_beyond_the_time() -> None:
+    with pytest.raises(QueueUnavailable, match="out of memory"):
+        await settle(FullServer(math.inf), make_jobs(4), 0.2, patience=0.0)
+    once = FullServer(math.inf)
+    with pytest.raises(QueueUnavailable, match="out of memory"):
+        await settle(once, make_jobs(4), 0.0)
+    assert len(once.tries) == 1

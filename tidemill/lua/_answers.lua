@@ -1,6 +1,6 @@
 -- Recording the one result of a job.
 
--- What takes up a full server is told by the streams that have something to read; see _leases.lua. A name
+-- What takes up a full server is told by the streams that have something to read; see _memory.lua. A name
 -- that is new clears away two whose stream has expired, which bounds how many there are.
 local function note_reader(name)
   if redis.pcall('ZADD', K.readers, NOW + C.result_ttl, name) == 1 then

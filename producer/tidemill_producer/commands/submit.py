@@ -229,7 +229,7 @@ def _submitted(client: BlockingClient, jobs: JobsFile, *, wait_for_room: float) 
         for job_id in client.submit_many(jobs, on_error=jobs.refused, wait_for_room=wait_for_room):
             jobs.accepted(job_id)
             yield job_id
-    except QueueUnavailable:
+    except (QueueUnavailable, GeneratorExit):  # or who waits for the answers has given up
         jobs.say_where_to_go_on()
         raise
     jobs.say_where_to_go_on()
