@@ -37,15 +37,16 @@ OPTIONS = frozenset({"client_name", "db", "password", "username"})
 SENTINEL_OPTIONS = frozenset({"sentinel_password", "sentinel_username"})
 TLS_OPTIONS = frozenset(
     {
-        *(
-            "ssl_ca_certs",
-            "ssl_ca_data",
-            "ssl_ca_path",
-            "ssl_cert_reqs",
-            "ssl_certfile",
-            "ssl_check_hostname",
-        ),
-        *("ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password"),
+        "ssl_ca_certs",
+        "ssl_ca_data",
+        "ssl_ca_path",
+        "ssl_cert_reqs",
+        "ssl_certfile",
+        "ssl_check_hostname",
+        "ssl_ciphers",
+        "ssl_keyfile",
+        "ssl_min_version",
+        "ssl_password",
     }
 )
 PASSWORDS = frozenset({"password", "sentinel_password", "ssl_password"})
