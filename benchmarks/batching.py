@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class Extent:
         jobs: of the burst.
         tuning_jobs: of them, the first, that batch sizes are compared on.
         sizes: of static batches, for each kind.
-        arrivals: jobs that arrive one by one, the same for every contender and load.
+        seconds: how long jobs arrive one by one at each load: long enough that a queue which grows is seen.
         loads: shares of what each contender made of the burst, in jobs a second. It may sustain more than
             all of it: the burst ends with a few long jobs that leave places empty.
     """
@@ -58,7 +59,7 @@ class Extent:
     jobs: int
     tuning_jobs: int
     sizes: Mapping[Kind, Sequence[int]]
-    arrivals: int
+    seconds: float
     loads: Sequence[float]
 
 
@@ -66,10 +67,10 @@ FULL = Extent(
     160,
     48,
     {Kind.SHRINKING: (32, 64), Kind.PACKED: (16, 32, 64), Kind.PADDED: (4, 8, 16)},
-    72,
+    45.0,
     (0.5, 0.75, 1.0, 1.25, 1.5),
 )
-QUICK = Extent(48, 48, {Kind.SHRINKING: (32,), Kind.PACKED: (16,), Kind.PADDED: (16,)}, 16, (1.0,))
+QUICK = Extent(48, 48, {Kind.SHRINKING: (32,), Kind.PACKED: (16,), Kind.PADDED: (16,)}, 5.0, (1.0,))
 
 
 @dataclass
@@ -97,14 +98,16 @@ def main() -> None:
     ):
         bench = Bench(worker, url, settings.queue_name)
         contenders = {kind: bench.burst(bench.best(kind, pieces, extent), pieces) for kind in Kind}
-        arriving = make_workload(encoding, extent.arrivals, seed=1, lengths=CHAT)
+        fastest = max(contender.burst.jobs_per_second for contender in contenders.values())
+        most = math.ceil(fastest * extent.loads[-1] * extent.seconds)
+        arriving = make_workload(encoding, most, seed=1, lengths=CHAT)
         unloaded = bench.unloaded(arriving)
         for kind in OFFERED_LOADS:
             bench.load(contenders[kind], unloaded, arriving, extent)
     bound = BOUND * unloaded
     print_contenders(contenders, bound)
     figures = figures_of(contenders, bound)
-    settings_used = {**SETTINGS, "jobs": extent.jobs, "arrivals": extent.arrivals, "quick": arguments.quick}
+    settings_used = {**SETTINGS, "jobs": extent.jobs, "load_s": extent.seconds, "quick": arguments.quick}
     settings_used |= {kind.value: contender.batching.size for kind, contender in contenders.items()}
     report(figures, settings=settings_used, path=arguments.json)
     if arguments.plot:
@@ -153,15 +156,15 @@ class Bench:
             return statistics.median(self._offer(alone, [0.0]).p99 for _ in range(3))
 
     def load(self, contender: Contender, unloaded: float, pieces: Sequence[Piece], extent: Extent) -> None:
-        """Offer each load until one passes the bound; the same jobs in the same pattern, ever faster."""
+        """Offer each load until one passes the bound; the first of the same jobs, in the same pattern."""
         contender.loads.append((0.0, unloaded))
         for share in extent.loads:
             if contender.loads[-1][1] > BOUND * unloaded:
                 break
             rate = share * contender.burst.jobs_per_second
-            arrivals = poisson_arrivals(rate, extent.arrivals)
+            arrivals = poisson_arrivals(rate, math.ceil(rate * extent.seconds))
             with self.worker.serving(contender.batching):
-                offered = self._offer(pieces, arrivals)
+                offered = self._offer(pieces[: len(arrivals)], arrivals)
             contender.loads.append((rate, offered.p99))
             what = f"{len(arrivals)} jobs at {rate:.2f}/s"
             print(f"  {contender.batching}: {what}, P99 {offered.p99:.1f} s", flush=True)
