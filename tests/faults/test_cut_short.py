@@ -48,7 +48,7 @@ def assert_partial(result: Result, stage: Stage, answers: Answers) -> None:
     (whole,) = answers([stage.job])
     assert 0 < len(result.token_ids) < len(whole.token_ids)
     assert whole.token_ids[: len(result.token_ids)] == result.token_ids
-    assert whole.text.startswith(result.text)
+    assert whole.text.startswith(result.text.rstrip("\ufffd"))  # it may end amid a character
 
 
 async def assert_over(place: Place, stage: Stage, result: Result) -> None:
