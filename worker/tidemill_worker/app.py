@@ -113,9 +113,7 @@ def serve(settings: WorkerSettings, signals: StopSignals) -> bool:
                 clean = asyncio.run(_run(service, signals))
             finally:
                 model.grammars.close()
-        if (
-            service.has_running_threads
-        ):  # amid a step, say, too long to wait for: nothing is torn down around it
+        if service.has_running_threads:  # amid a long step, say: nothing is torn down around it
             _exit_now(ExitCode.OK if clean else ExitCode.FAILED)
         return clean
 
