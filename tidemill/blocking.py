@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from tidemill.card import ModelCard
 from tidemill.client import DEFAULT_URL, Client, ClientSettings
@@ -190,12 +190,12 @@ class BlockingClient:
             return self._loop
 
     def _iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        turn = asyncio.Lock()
+        walk = _Walk(items)
         try:
-            while (item := self._call(_next(items, turn))) is not None:
+            while (item := self._call(walk.step())) is not None:
                 yield item
         finally:
-            self._leave(_close(items, turn))
+            self._leave(walk.close())
 
     def _leave(self, closing: Coroutine[Any, Any, None]) -> None:
         """Close an iterator that may not have been walked to its end, unless it ended with the client.
@@ -211,14 +211,29 @@ class BlockingClient:
             self._call(closing)
 
 
-async def _next(items: AsyncGenerator[T, None], turn: asyncio.Lock) -> T | None:
-    async with turn:
-        return await anext(items, None)
+class _Walk(Generic[T]):
+    """A walk through `items`, on the loop, step by step."""
 
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._turn = asyncio.Lock()
+        self._stepping: asyncio.Task[Any] | None = None
 
-async def _close(items: AsyncGenerator[T, None], turn: asyncio.Lock) -> None:
-    async with turn:  # a step that was interrupted may still be on its way out
-        await items.aclose()
+    async def step(self) -> T | None:
+        """The next item; `None` after the last."""
+        async with self._turn:
+            self._stepping = asyncio.current_task()
+            try:
+                return await anext(self._items, None)
+            finally:
+                self._stepping = None
+
+    async def close(self) -> None:
+        """End it, though a step may go on that nobody waits for: one whose caller was interrupted early."""
+        if self._stepping is not None:
+            self._stepping.cancel()
+        async with self._turn:
+            await self._items.aclose()
 
 
 async def _walked_elsewhere(items: Iterable[T]) -> AsyncGenerator[T, None]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import pytest
 
@@ -76,6 +78,24 @@ def test_an_interrupted_wait_ends_as_interrupted(
     with pytest.raises(KeyboardInterrupt):
         list(client.as_completed(job_ids))
     assert client.status(job_ids[0]).state is JobState.WAITING
+
+
+def test_an_interrupt_before_the_wait_begins_is_no_deadlock(
+    client: BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given one that strikes when a step is on its way, and nobody holds what would cancel it."""
+    job_id = client.submit(make_job("a"))
+    begin = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> NoReturn:
+        monkeypatch.undo()
+        begin(work, loop)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(client.as_completed([job_id]))
+    assert client.status(job_id).state is JobState.WAITING
 
 
 @pytest.mark.usefixtures("worker")

@@ -390,7 +390,7 @@ def test_any_sequence_of_moves_keeps_every_promise(valkey: Server) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=60,
+                max_examples=40,
                 stateful_step_count=40,
                 deadline=None,
                 derandomize=True,
