@@ -67,7 +67,7 @@ FULL = Extent(
     160,
     48,
     {Kind.SHRINKING: (32, 64), Kind.PACKED: (16, 32, 64), Kind.PADDED: (4, 8, 16)},
-    45.0,
+    30.0,
     (0.5, 0.75, 1.0, 1.25, 1.5),
 )
 QUICK = Extent(48, 48, {Kind.SHRINKING: (32,), Kind.PACKED: (16,), Kind.PADDED: (16,)}, 5.0, (1.0,))
