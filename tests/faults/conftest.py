@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,10 @@ from tiny_model import write_tiny_model
 
 from tests.e2e.oracle import Answer, Oracle
 from tests.faults.factories import LEASE, MODEL, Place, open_place
+from tests.faults.invariants import Answers
 from tests.faults.kinds_of_server import server_of
 from tests.tidemill.servers import Server
 from tidemill.jobs import Job
-
-Answers = Callable[[Sequence[Job]], list[Answer]]
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 from worker_processes import WorkerProcess
 
-from tests.faults.conftest import Answers
 from tests.faults.factories import LEASE, Place, make_job, make_jobs
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.sabotage import Sabotaged
 from tidemill.jobs import Status
 
@@ -34,7 +33,7 @@ async def test_jobs_change_hands_as_if_they_agreed(place: Place, answers: Answer
     assert abs(written_at(ahead) - datetime.now(UTC)) > timedelta(seconds=MINUTES / 2)
     ahead.kill()
 
-    results = await assert_undisturbed(place, jobs, answers(jobs))
+    results = await assert_undisturbed(place, jobs, answers)
 
     assert all(behind.holds(result.worker) for result in results)
     (result,) = await place.results([late])

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.oracle import Answer
-from tests.faults.conftest import Answers
 from tests.faults.factories import Place, open_place
-from tests.faults.invariants import assert_delivered, assert_whole
+from tests.faults.invariants import Answers, assert_delivered, assert_whole
 from tests.faults.stages import STAGES, Stage
 from tests.tidemill.servers import Server
 from tidemill.errors import ErrorCode

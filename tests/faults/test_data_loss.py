@@ -10,9 +10,8 @@ import pytest
 from worker_processes import WorkerProcess
 
 from tests.e2e.polling import until
-from tests.faults.conftest import Answers
 from tests.faults.factories import PATIENCE, Place, make_jobs, open_own_place
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.kinds_of_server import KINDS
 from tests.tidemill.servers import Server
 from tidemill.errors import JobUnknown
@@ -87,7 +86,7 @@ async def test_everything_is_gone(place: Place, answers: Answers, lose: Loss) ->
     place.forget()
     jobs = make_jobs(12)
     await place.submit(*jobs)
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place)
 
 
@@ -118,5 +117,5 @@ async def test_time_is_turned_back(model: Path, tmp_path: Path, answers: Answers
         restart(place.server)
         assert len(place.answered_ids()) < 8
         await until(lambda: place.answered_ids() == place.submitted.keys(), timeout=PATIENCE)
-        await assert_undisturbed(place, jobs, answers(jobs))
+        await assert_undisturbed(place, jobs, answers)
         await assert_delivered(place)

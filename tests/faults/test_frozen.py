@@ -6,9 +6,8 @@ import psutil
 from worker_processes import WorkerProcess
 
 from tests.e2e.polling import until
-from tests.faults.conftest import Answers
 from tests.faults.factories import PATIENCE, Place, make_job, make_jobs
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.sabotage import FREEZES_BEFORE_FINISH, Sabotaged
 from tidemill.moves import JobState
 
@@ -27,7 +26,7 @@ async def test_its_renewals_fail(place: Place, answers: Answers) -> None:
     await place.under_way(jobs, zombie)
     zombie.freeze()
     successor = await place.start_ready()
-    results = await assert_undisturbed(place, jobs, answers(jobs))
+    results = await assert_undisturbed(place, jobs, answers)
     assert all(successor.holds(result.worker) for result in results)
 
     zombie.thaw()
@@ -44,7 +43,7 @@ async def test_its_finish_fails(place: Place, answers: Answers) -> None:
     status = psutil.Process(zombie.pid).status
     await until(lambda: status() == psutil.STATUS_STOPPED, timeout=PATIENCE)
     successor = await place.start_ready(Sabotaged(fatal=False))
-    (result,) = await assert_undisturbed(place, [job], answers([job]))
+    (result,) = await assert_undisturbed(place, [job], answers)
     assert successor.holds(result.worker)
 
     zombie.thaw()
@@ -76,7 +75,7 @@ async def test_a_namesake_is_not_taken_for_it(place: Place, answers: Answers) ->
     zombie.thaw()
 
     await until(lambda: zombie.log.read_text().count("event=lease_lost") >= len(contested), timeout=PATIENCE)
-    results = await assert_undisturbed(place, contested, answers(contested))
+    results = await assert_undisturbed(place, contested, answers)
     assert all(successor.holds(result.worker) for result in results)
-    await assert_undisturbed(place, others, answers(others))
+    await assert_undisturbed(place, others, answers)
     await assert_delivered(place)

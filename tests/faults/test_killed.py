@@ -6,9 +6,8 @@ import asyncio
 import random
 import signal
 
-from tests.faults.conftest import Answers
 from tests.faults.factories import Place, make_job, make_jobs
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 
 KILLS = 12
 LENGTH = 400
@@ -29,7 +28,7 @@ async def test_kills_at_random_instants(place: Place, answers: Answers) -> None:
         kills += 1
         place.start(max_attempts=100)
     assert kills >= KILLS / 2, "all was over too early"
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place)
     killed = [worker for worker in place.workers.started if not worker.is_alive]
     assert [worker.wait() for worker in killed] == kills * [-signal.SIGKILL]
@@ -51,7 +50,7 @@ async def test_a_generation_goes_on_where_it_was(place: Place, answers: Answers)
     checkpointed = sum(view.checkpointed_tokens for view in views)
     survivor = await place.start_ready()
 
-    results = await assert_undisturbed(place, jobs, answers(jobs))
+    results = await assert_undisturbed(place, jobs, answers)
 
     assert all(result.attempts == 2 and survivor.holds(result.worker) for result in results)
     assert survivor.metric("tidemill_generation_tokens_total") == 4 * LENGTH - checkpointed

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.polling import until
-from tests.faults.conftest import Answers
 from tests.faults.factories import LEASE, PATIENCE, Place, make_job, make_jobs, open_place, persist
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.sabotage import KILLS_IN_PREPARATION, Sabotaged
 from tests.tidemill.proxy import Proxy, proxy_to
 from tests.tidemill.servers import Server
@@ -79,7 +78,7 @@ async def test_of_a_claim(behind: Place, proxy: Proxy, answers: Answers) -> None
     lost = lose_replies(proxy, Move.CLAIM)
     await behind.start_ready()
     await all_of(lost)
-    results = await assert_undisturbed(behind, jobs, answers(jobs))
+    results = await assert_undisturbed(behind, jobs, answers)
     assert [result.attempts for result in results] == [1, 1, 1, 1]
     await assert_delivered(behind)
 
@@ -95,7 +94,7 @@ async def test_of_a_reclaim(behind: Place, proxy: Proxy, answers: Answers) -> No
     lost = lose_replies(proxy, Move.RECLAIM)
     await behind.start_ready()
     await all_of(lost)
-    results = await assert_undisturbed(behind, jobs, answers(jobs))
+    results = await assert_undisturbed(behind, jobs, answers)
     assert [result.attempts for result in results] == [2, 2, 2, 2]
     await assert_delivered(behind)
 
@@ -109,7 +108,7 @@ async def test_of_a_renewal(behind: Place, proxy: Proxy, answers: Answers) -> No
     await behind.under_way(jobs, worker)
     lost = lose_replies(proxy, Move.RENEW)
     await all_of(lost)
-    results = await assert_undisturbed(behind, jobs, answers(jobs))
+    results = await assert_undisturbed(behind, jobs, answers)
     assert [result.attempts for result in results] == [1, 1, 1, 1]
     await assert_delivered(behind)
 
@@ -122,7 +121,7 @@ async def test_of_a_finish(behind: Place, proxy: Proxy, answers: Answers) -> Non
     worker = await behind.start_ready(log_level="debug")
     await behind.submit(job)
     await all_of(lost)
-    await assert_undisturbed(behind, [job], answers([job]))
+    await assert_undisturbed(behind, [job], answers)
     await until(lambda: "outcome=already" in worker.log.read_text(), timeout=PATIENCE)
     await assert_delivered(behind)
 
@@ -140,7 +139,7 @@ async def test_of_a_release(behind: Place, proxy: Proxy, answers: Answers) -> No
     lost = lose_replies(proxy, Move.RELEASE)
     drained.terminate()
     await all_of(lost)
-    results = await assert_undisturbed(behind, jobs, answers(jobs))
+    results = await assert_undisturbed(behind, jobs, answers)
     assert all(successor.holds(result.worker) for result in results)
     assert await asyncio.to_thread(drained.wait) == 0
     await assert_delivered(behind)
@@ -155,7 +154,7 @@ async def test_of_the_beginning_of_a_suspect(behind: Place, proxy: Proxy, answer
     lost = lose_replies(proxy, Move.BEGIN)
     await behind.start_ready(Sabotaged(fatal=False), max_attempts=2)
     await all_of(lost)
-    (result,) = await assert_undisturbed(behind, [job], answers([job]))
+    (result,) = await assert_undisturbed(behind, [job], answers)
     assert result.attempts == 2
     await assert_delivered(behind)
 
@@ -174,7 +173,7 @@ async def test_of_a_submission(cut_off: Place, proxy: Proxy, answers: Answers) -
     await cut_off.submit(*jobs)
     await all_of(lost)
     await cut_off.start_ready()
-    await assert_undisturbed(cut_off, jobs, answers(jobs))
+    await assert_undisturbed(cut_off, jobs, answers)
     await assert_delivered(cut_off)
 
 

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.faults.conftest import Answers
 from tests.faults.factories import Place, make_job, make_jobs
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.sabotage import KILLS_IN_PREPARATION, KILLS_IN_STEP
 from tidemill.errors import ErrorCode
 from tidemill.jobs import Status
@@ -43,7 +42,7 @@ async def test_it_is_buried_alone(place: Place, answers: Answers, fate: str) -> 
     await place.submit(*neighbours[:7], poison, *neighbours[7:])
     async with supervised(place, NUM_WORKERS):
         (result,) = await place.results([poison])
-        await assert_undisturbed(place, neighbours, answers(neighbours))
+        await assert_undisturbed(place, neighbours, answers)
         assert (result.status, result.attempts) == (Status.FAILED, MAX_ATTEMPTS)
         assert result.error is not None
         assert result.error.code is ErrorCode.ATTEMPTS_EXHAUSTED

@@ -10,9 +10,8 @@ import pytest
 import redis
 
 from tests.e2e.polling import until
-from tests.faults.conftest import Answers
 from tests.faults.factories import PATIENCE, Place, make_job, make_jobs, open_own_place, open_place
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.kinds_of_server import KINDS, LASTING, server_of
 from tests.tidemill.proxy import Proxy, proxy_to
 from tests.tidemill.servers import Server
@@ -52,7 +51,7 @@ def assert_not_over(place: Place) -> None:
 async def assert_rode_out(place: Place, answers: Answers) -> None:
     """All is answered, and no worker had to end for it."""
     jobs = list(place.submitted.values())
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place)
     assert [worker.wait(0) for worker in place.workers.started if not worker.is_alive] == []
 
@@ -168,7 +167,7 @@ async def take_over_too_early(place: Place, proxy: Proxy, answers: Answers) -> N
     holder.thaw()
     proxy.mend()
 
-    results = await assert_undisturbed(place, jobs, answers(jobs))
+    results = await assert_undisturbed(place, jobs, answers)
 
     assert all(result.attempts == 1 and holder.holds(result.worker) for result in results)
     assert other.is_alive

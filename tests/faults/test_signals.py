@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from tests.e2e.polling import until
-from tests.faults.conftest import Answers
 from tests.faults.factories import PATIENCE, Place, make_jobs, open_own_place
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.kinds_of_server import LASTING
 from tests.faults.sabotage import Sabotaged
 from tidemill.exit_codes import ExitCode
@@ -36,7 +35,7 @@ async def test_at_random_instants(place: Place, answers: Answers) -> None:
         worker.terminate()
         assert await asyncio.to_thread(worker.wait) in HARMLESS, worker.log.read_text()
     await place.start_ready(max_attempts=MANY)
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place)
 
 
@@ -54,7 +53,7 @@ async def test_twice(place: Place, answers: Answers) -> None:
     views = [await place.client.status(job.id) for job in jobs]
     assert {(view.state, view.attempt, view.failures) for view in views} == {("waiting", 1, 0)}
     await place.start_ready()
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place)
 
 
@@ -70,7 +69,7 @@ async def test_with_the_server_down(model: Path, tmp_path: Path, answers: Answer
         assert await asyncio.to_thread(worker.wait) == ExitCode.FAILED
         place.server.start()
         await place.start_ready()
-        await assert_undisturbed(place, jobs, answers(jobs))
+        await assert_undisturbed(place, jobs, answers)
         await assert_delivered(place, errors=["event=not_handed_back"])
 
 
@@ -90,5 +89,5 @@ async def test_as_the_first_process(place: Place, answers: Answers) -> None:
     inner.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait) == ExitCode.OK
     await place.start_ready()
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.faults.conftest import Answers
 from tests.faults.factories import Place, make_job, make_jobs
-from tests.faults.invariants import assert_delivered, assert_undisturbed
+from tests.faults.invariants import Answers, assert_delivered, assert_undisturbed
 from tests.faults.sabotage import HANGS_IN_STEP, Sabotaged
 from tidemill.exit_codes import ExitCode
 
@@ -25,5 +24,5 @@ async def test_a_step_hangs(place: Place, answers: Answers) -> None:
     assert "event=engine_stalled" in log
     assert "in _hang" in log, "no stack tells where it hangs"
     await place.start_ready(Sabotaged(fatal=False))
-    await assert_undisturbed(place, jobs, answers(jobs))
+    await assert_undisturbed(place, jobs, answers)
     await assert_delivered(place, errors=["event=engine_stalled"])
