@@ -86,6 +86,10 @@ async def submit_and_claim(queue: Queue, job_id: str = "a", worker: str = WORKER
     return claimed
 
 
+def ids(claimed: Sequence[Claimed]) -> list[str]:
+    return [job.job_id for job in claimed]
+
+
 def timeless(claimed: Sequence[Claimed]) -> list[Claimed]:
     """What was claimed, whenever the reply was made."""
     return [replace(job, claimed_ms=0) for job in claimed]

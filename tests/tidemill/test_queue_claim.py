@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 from redis.asyncio import Redis
@@ -14,6 +13,7 @@ from tests.tidemill.factories import (
     OTHER,
     REPLY,
     WORKER,
+    ids,
     make_due,
     make_job,
     make_late,
@@ -28,12 +28,8 @@ from tests.tidemill.factories import (
 )
 from tidemill.errors import ErrorCode
 from tidemill.jobs import Job, JobId, Priority, Status
-from tidemill.moves import Claimed, JobState, Submitted
+from tidemill.moves import JobState, Submitted
 from tidemill.queue import Queue
-
-
-def ids(claimed: Sequence[Claimed]) -> list[str]:
-    return [job.job_id for job in claimed]
 
 
 async def test_a_claim_takes_up_to_its_room_in_order(queue: Queue) -> None:

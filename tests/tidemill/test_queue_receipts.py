@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
 from tests.tidemill.factories import (
     OTHER,
     WORKER,
+    ids,
     make_job,
     reclaim_after_lapse,
     sibling,
@@ -17,12 +17,7 @@ from tests.tidemill.factories import (
     submit_and_claim,
     timeless,
 )
-from tidemill.moves import Claimed
 from tidemill.queue import Queue
-
-
-def ids(claimed: Sequence[Claimed]) -> list[str]:
-    return [job.job_id for job in claimed]
 
 
 async def test_a_repeat_after_a_lost_reply_brings_the_same_jobs(queue: Queue, redis: Redis) -> None:

@@ -74,16 +74,11 @@ def test_a_file_that_cannot_be_read_is_refused_and_leaves_nothing(gguf: Path, tm
 
 
 def test_a_file_is_converted_once(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions: list[Path] = []
-
-    def convert(gguf: Path, folder: Path) -> None:
-        conversions.append(gguf)
-        pretend_to_convert(gguf, folder)
-
+    convert = Mock(side_effect=pretend_to_convert)
     monkeypatch.setattr(checkpoint, "_convert", convert)
     folder = locate(str(gguf), tmp_path / "cache")
     assert locate(str(gguf), tmp_path / "cache") == folder
-    assert conversions == [gguf]
+    assert [call.args[0] for call in convert.call_args_list] == [gguf]
 
     # Another file under the same name is another model.
     gguf.write_bytes(b"GGUF" + bytes(999) + b"x")
@@ -94,18 +89,14 @@ def test_what_a_killed_conversion_left_is_removed(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is as large as a model; and nobody would ever look at it."""
-    partial: list[Path] = []
-
-    def convert(gguf: Path, folder: Path) -> None:
-        partial.append(folder)
-        pretend_to_convert(gguf, folder)
-
+    convert = Mock(side_effect=pretend_to_convert)
     monkeypatch.setattr(checkpoint, "_convert", convert)
     folder = locate(str(gguf), tmp_path / "cache")
-    folder.rename(partial[0])  # as if it had been killed just before the end
+    folder.rename(convert.call_args.args[1])  # as if it had been killed just before the end
     assert locate(str(gguf), tmp_path / "cache") == folder
     assert list((tmp_path / "cache").iterdir()) == [folder]
-    assert partial[1] != partial[0]
+    first, second = (call.args[1] for call in convert.call_args_list)
+    assert second != first
 
 
 def test_one_process_converts_while_others_wait(
