@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from wire import Wire
@@ -41,6 +40,8 @@ class Fleet:
     """Those that ended although nobody had told them to."""
     told: list[WorkerProcess] = field(default_factory=list)
     """Those that were told to stop."""
+    late: list[WorkerProcess] = field(default_factory=list)
+    """Those that were given up because they did not get to serve."""
 
     def start(self) -> None:
         self.workers = [self._start(wire) for wire in self.wires]
@@ -62,11 +63,22 @@ class Fleet:
     async def _serving(self, number: int) -> WorkerProcess:
         while True:
             worker = self.workers[number]
-            with suppress(RuntimeError):  # it has ended before that
+            try:
                 await worker.ready()
+            except TimeoutError:
+                self._give_up(number, worker)
+            except RuntimeError:  # it has ended before that
+                pass
+            else:
                 if worker is self.workers[number] and worker.is_alive:
                     return worker
             await asyncio.sleep(PAUSE)
+
+    def _give_up(self, number: int, worker: WorkerProcess) -> None:
+        if worker is self.workers[number]:
+            self.late.append(worker)
+            worker.kill()
+            self._replace(number)
 
     def terminate(self, number: int) -> WorkerProcess:
         """Tell one to stop, and start another at once.
@@ -112,6 +124,7 @@ class Fleet:
         self.told += self.workers
         faults = [(worker, await asyncio.to_thread(_fault_of_stop, worker)) for worker in self.told]
         odd = [f"{worker.log.name}: ended by itself, exit status {worker.wait()}" for worker in self.ended]
+        odd += [f"{worker.log.name}: did not get to serve" for worker in self.late]
         return odd + [f"{worker.log.name}: told to stop, {fault}" for worker, fault in faults if fault]
 
 

@@ -12,6 +12,7 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from functools import partial
@@ -78,17 +79,7 @@ class Submission:
         while waiting:
             is_last = clock() >= give_up
             tried = list(waiting) if is_last else self._next_of(waiting)
-            submit = partial(self._submit, [jobs[place] for place in tried])
-            try:
-                decided = await self._patience.ride_out(submit, until=give_up)
-            except QueueUnavailable as refusal:
-                if is_last or not is_out_of_memory(refusal):
-                    raise
-                await asyncio.sleep(min(next(pausing), give_up - clock()))
-                continue
-            outcomes = list(zip(tried, decided, strict=True))
-            self._learn(jobs, outcomes)
-            settled = [pair for pair in outcomes if is_last or not isinstance(pair[1], QueueFull)]
+            settled = await self._try({place: jobs[place] for place in tried}, give_up, is_last=is_last)
             for place, _ in settled:
                 del waiting[place]
             if settled:
@@ -96,6 +87,19 @@ class Submission:
                 yield settled
             else:
                 await asyncio.sleep(min(next(pausing), give_up - clock()))
+
+    async def _try(self, jobs: Mapping[int, Job], until: float, *, is_last: bool) -> Settled:
+        """What one try decides of `jobs`, by place: of those without room nothing, unless it is the last."""
+        submit = partial(self._submit, list(jobs.values()))
+        try:
+            decided = await self._patience.ride_out(submit, until=until)
+        except QueueUnavailable as refusal:
+            if is_last or not is_out_of_memory(refusal):
+                raise
+            return []
+        outcomes = list(zip(jobs, decided, strict=True))
+        self._learn(jobs, outcomes)
+        return [pair for pair in outcomes if is_last or not isinstance(pair[1], QueueFull)]
 
     def _next_of(self, waiting: dict[int, Job]) -> list[int]:
         """The places of each tenant's first jobs: all of them, or its share."""
@@ -107,7 +111,7 @@ class Submission:
                 chosen.append(place)
         return chosen
 
-    def _learn(self, jobs: Sequence[Job], outcomes: Settled) -> None:
+    def _learn(self, jobs: Mapping[int, Job], outcomes: Settled) -> None:
         full = {jobs[place].tenant for place, outcome in outcomes if isinstance(outcome, QueueFull)}
         for tenant in {jobs[place].tenant for place, _ in outcomes} & self._shares.keys():
             self._shares[tenant] *= 2

@@ -24,6 +24,8 @@ class FakeProcess:
     is_killed: bool = False
     starting: int = 0
     """How many times one has to look until it serves."""
+    is_stuck: bool = False
+    """Whether it never serves."""
     dies_at: str = ""
     """When it ends by itself: as somebody waits for it to serve, or as it is about to be killed."""
     blocks: float = 0.0
@@ -33,6 +35,8 @@ class FakeProcess:
         while self.starting:
             self.starting -= 1
             await asyncio.sleep(0)
+        if self.is_stuck:
+            raise TimeoutError
         if self.dies_at == "start":
             self.is_alive = False
             raise RuntimeError("it has ended")
@@ -143,6 +147,14 @@ async def test_one_that_ends_just_before_it_is_killed_has_ended_by_itself(proces
     processes.started[0].dies_at, processes.started[0].status = "kill", 7
     await fleet.kill(0)
     assert await fleet.stop() == ["worker-0.log: ended by itself, exit status 7"]
+
+
+async def test_one_that_never_serves_is_noted_and_replaced(processes: FakeProcesses) -> None:
+    fleet = make_fleet(processes)
+    processes.started[0].is_stuck = True
+    await asyncio.gather(fleet.kill(0), fleet.kill(0))
+    assert [process.is_killed for process in processes.started] == [True, False, True, True, False]
+    assert await fleet.stop() == ["worker-0.log: did not get to serve"]
 
 
 async def test_nobody_who_has_ended_is_told_to_stop(processes: FakeProcesses) -> None:

@@ -118,7 +118,9 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{self.nodes[0].port}"
+        """Names two of the nodes, and one that does not exist."""
+        ports = (free_port(), self.nodes[0].port, self.nodes[1].port)
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports)
 
     def ask(self, node: int, *command: str | int) -> Any:
         with self.nodes[node].client() as client:
@@ -132,6 +134,11 @@ class Cluster:
     def owner(queue: str) -> int:
         """The node that held the queue's slot in the beginning."""
         return slot_of(queue) * PRIMARIES // SLOTS
+
+    def is_primary(self, node: int) -> bool:
+        """Whether it says so itself."""
+        role: bytes = self.ask(node, "ROLE")[0]
+        return role == b"master"
 
     def settle(self) -> None:
         """Return when every node knows of all, and all slots are served."""

@@ -10,7 +10,14 @@ import pytest
 
 from tests.tidemill.echo_worker import open_queue, work
 from tests.tidemill.factories import make_job
-from tests.tidemill.server_sets import PRIMARIES, Cluster, await_that, running_cluster_of_three
+from tests.tidemill.server_sets import (
+    PRIMARIES,
+    Cluster,
+    await_that,
+    link_is_up,
+    running_cluster_of_three,
+)
+from tests.tidemill.traffic import assert_outlives
 from tidemill.client import Client
 from tidemill.connection import address_of, connect
 from tidemill.discovery import queue_names
@@ -110,13 +117,27 @@ async def test_work_goes_on_after_a_failover_and_nothing_is_lost(cluster: Cluste
         for job_id in ids[:30]:
             await client.submit(make_job(job_id, prompt=job_id))
         cluster.ask(PRIMARIES, "CLUSTER", "FAILOVER")
-        await asyncio.to_thread(await_that, lambda: cluster.ask(PRIMARIES, "ROLE")[0] == b"master")
+        await asyncio.to_thread(await_that, lambda: cluster.is_primary(PRIMARIES))
         refusals = [await patiently(client, queue, job_id) for job_id in ids[30:]]
         results = [result.id async for result in client.as_completed(map(JobId, ids), timeout=20)]
         recorded = [result.id for _, result in await queue.results("answers", count=1000)]
     assert sum(map(len, refusals)) <= 4, "a few, not one for each"
     assert sorted(results) == sorted(recorded) == sorted(ids)
     assert cluster.ask(PRIMARIES, "DBSIZE") > 0
+
+
+async def test_work_goes_on_by_itself_after_a_primary_is_killed(cluster: Cluster) -> None:
+    """Its replica is elected by the others, who refuse meanwhile, since a part of the slots is not served."""
+    name = next(queues_on(0, "killed"))
+    pair = (0, PRIMARIES)  # either is the primary, by what was done before
+    first, second = pair if cluster.is_primary(0) else pair[::-1]
+    await assert_outlives(
+        cluster.url, cluster.nodes[first].kill, lambda: cluster.is_primary(second), queue=name
+    )
+
+    cluster.nodes[first].start()
+    await asyncio.to_thread(await_that, lambda: link_is_up(cluster.nodes[first]))
+    assert keys_of(cluster, second, name)
 
 
 async def test_an_ordinary_url_of_a_node_says_what_to_use(cluster: Cluster) -> None:

@@ -3,80 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from functools import partial
-from typing import TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.tidemill.echo_worker import finish, open_queue
 from tests.tidemill.factories import make_job
-from tests.tidemill.server_sets import (
-    SERVICE,
-    SentinelSet,
-    await_that,
-    running_sentinel,
-    running_sentinel_set,
-)
+from tests.tidemill.server_sets import SERVICE, running_sentinel, running_sentinel_set
 from tests.tidemill.servers import Server, free_port, redis_binary, running, valkey_binary
-from tidemill.client import Client, ClientSettings
+from tests.tidemill.traffic import assert_outlives
+from tidemill.client import Client
 from tidemill.connection import address_of, connect
 from tidemill.discovery import queue_names
-from tidemill.errors import JobUnknown, QueueUnavailable
-from tidemill.jobs import JobId, Result
-from tidemill.queue import Queue
-
-T = TypeVar("T")
-
-PAUSE = 0.02
-PATIENCE = 20.0
-
-
-class Traffic:
-    """Somebody who submits, and a worker, each of whom goes on trying."""
-
-    def __init__(self, client: Client, queue: Queue) -> None:
-        self._client = client
-        self._queue = queue
-        self.results: dict[JobId, Result] = {}
-        self.refusals: list[str] = []
-
-    async def answer(self) -> None:
-        while True:
-            for claimed in await self._patiently(lambda: self._queue.claim("echo", 100)):
-                await self._patiently(partial(finish, self._queue, claimed))
-            await self._patiently(lambda: self._queue.wait(PAUSE))
-
-    async def ask(self, job_id: JobId) -> None:
-        """Submit a job and wait for its answer; a job that the failover lost is submitted again."""
-        while job_id not in self.results:
-            await self._patiently(lambda: self._client.submit(make_job(job_id, prompt=job_id)))
-            with suppress(JobUnknown):
-                self.results[job_id] = await self._client.result(job_id, timeout=PATIENCE)
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        while True:
-            try:
-                return await call()
-            except QueueUnavailable as refusal:
-                self.refusals.append(str(refusal))
-                await asyncio.sleep(PAUSE)
-
-
-@asynccontextmanager
-async def traffic_on(servers: SentinelSet) -> AsyncIterator[Traffic]:
-    settings = ClientSettings(patience=PATIENCE)
-    async with (
-        Client(servers.url, queue="q", results="answers", settings=settings) as client,
-        open_queue(servers.url, "q") as queue,
-        asyncio.TaskGroup() as group,
-    ):
-        traffic = Traffic(client, queue)
-        worker = group.create_task(traffic.answer())
-        yield traffic
-        worker.cancel()
+from tidemill.errors import QueueUnavailable
 
 
 @pytest.mark.parametrize(
@@ -88,25 +27,8 @@ async def test_work_goes_on_by_itself_after_a_failover(binary: str, accident: st
     """redis-py#460, #435: clients of a demoted primary were told READONLY without end."""
     with running_sentinel_set(binary) as servers:
         first = servers.primary
-        async with traffic_on(servers) as traffic, asyncio.timeout(60):
-            ids = [JobId(f"job-{number}") for number in range(120)]
-            async with asyncio.TaskGroup() as group:
-                for number, job_id in enumerate(ids):
-                    if number == len(ids) // 2:
-                        await asyncio.to_thread(first.kill if accident == "killed" else servers.fail_over)
-                    group.create_task(traffic.ask(job_id))
-                    await asyncio.sleep(PAUSE)
-            await asyncio.to_thread(await_that, lambda: servers.primary is not first)
-            async with asyncio.TaskGroup() as group:
-                for number in range(20):
-                    group.create_task(traffic.ask(JobId(f"afterwards-{number}")))
-
-        assert {result.text for result in traffic.results.values()} == set(traffic.results)
-        assert len(traffic.results) == 140
-        with servers.primary.client() as redis:
-            recorded = Counter(fields[b"id"] for _, fields in redis.xrange("tidemill:{q}:results:answers"))
-        assert set(recorded.values()) == {1}
-        assert {f"afterwards-{number}".encode() for number in range(20)} <= set(recorded)
+        happen = first.kill if accident == "killed" else servers.fail_over
+        await assert_outlives(servers.url, happen, lambda: servers.primary is not first, queue="q")
 
 
 async def test_a_sentinel_may_have_a_password_of_its_own_or_the_servers() -> None:
