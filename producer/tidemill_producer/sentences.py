@@ -18,6 +18,8 @@ SENTENCE = re.compile(
     re.VERBOSE,
 )
 LINE = re.compile(r"\n")
+LOOP = re.compile(r"(?<!\S)(\S++(?:\s++\S++){0,11}?)(?:\s++\1(?!\S)){3,}")
+"""Up to a dozen words, four times or more in a row."""
 
 _LOOKAHEAD = 8
 """Characters past the end of a search that a pattern may look at."""
@@ -39,10 +41,10 @@ def whole_sentences(text: str) -> str:
 
 
 def without_repeats(text: str) -> str:
-    """`text` with each sentence or line once: small models like to go round in circles."""
+    """`text` with each sentence, line and loop of words once: small models like to go round in circles."""
     kept: list[str] = []
     seen: set[str] = set()
-    for piece in _pieces(text):
+    for piece in _pieces(LOOP.sub(r"\1", text)):
         key = "".join(filter(str.isalnum, piece.casefold()))
         if not key or key not in seen:
             seen.add(key)

@@ -24,6 +24,13 @@ def test_a_cut_off_sentence_goes_if_another_is_left(text: str, whole: str) -> No
         ("## Mill\n\n## Mill\n\n## Mill\n", "## Mill"),
         ("It turns.\n\nThe mill:\n- flour\n- Flour\n- grain", "It turns.\n\nThe mill:\n- flour\n- grain"),
         ("One. Two. Three.", "One. Two. Three."),
+        ("A mill-wheel mill-wheel mill-wheel mill-wheel turns", "A mill-wheel turns"),
+        (
+            "Water flows to the mill to the mill to the mill to the mill again.",
+            "Water flows to the mill again.",
+        ),
+        ("- !\n- !\n- !\n- !\nIt turns.", "- !\nIt turns."),
+        ("Very very slow: 1 1 1 of 10.", "Very very slow: 1 1 1 of 10."),
         (" \n", ""),
     ],
 )
