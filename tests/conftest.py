@@ -30,6 +30,8 @@ def pytest_configure() -> None:
     for name in [name for name in os.environ if name.startswith("TIDEMILL_") or name == "REDIS_URL"]:
         del os.environ[name]
     os.environ.update(COMPUTE)
+    # A shell has what it starts in the background ignore interrupts; all that tests start would do so too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cli.fleet import make_report, report
 from tests.cli.outcome import Outcome, Run
+from tests.processes import confined
 from tests.tidemill.servers import Server, running, valkey_binary
 from tidemill.exit_codes import ExitCode
 from tidemill.registry import WorkerState
@@ -129,12 +130,8 @@ def test_redis_down_is_one_line_without_the_password(tidemill: Run) -> None:
 @contextmanager
 def watching(url: str, terminal: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tidemill", "workers", "--watch", "0.1", "--redis-url", url]
-    process = subprocess.Popen(command, stdout=terminal, env=os.environ | {"TERM": "xterm"})
-    try:
+    with confined(subprocess.Popen(command, stdout=terminal, env=os.environ | {"TERM": "xterm"})) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.usefixtures("fleet")

@@ -17,6 +17,7 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 
+from tests.processes import confined
 from tests.producer.celery_app import user_app
 from tests.producer.factories import ENGLISH, make_text
 from tests.producer.fake_worker import FakeWorker, brief, brief_of, serving_in_thread
@@ -59,14 +60,13 @@ def app(server: Server, running_app: Celery, queue: str) -> Celery:
 def worker_process(server: Server, queue: str, pool: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "celery", "-A", "tests.producer.celery_app", "worker"]
     environment = os.environ | {"CELERY_TEST_URL": server.url, "CELERY_TEST_QUEUE": queue}
-    process = subprocess.Popen(
-        [*command, "--pool", pool, "--concurrency", "1", "--loglevel", "ERROR"], env=environment
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(SECONDS)
+    arguments = ["--pool", pool, "--concurrency", "1", "--loglevel", "ERROR"]
+    with confined(subprocess.Popen([*command, *arguments], env=environment)) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(SECONDS)
 
 
 def holding() -> tuple[Callable[[Job], str | None], threading.Event]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import confined
 from tests.producer.factories import ENGLISH, make_text
 from tests.producer.fake_worker import brief, brief_of, serving_in_thread, text_of
 from tests.tidemill.servers import Server, free_port
@@ -204,10 +205,12 @@ def test_an_interrupt_leaves_the_jobs_and_the_same_command_continues(
         held.set()
         return None
 
-    with serving_in_thread(server.url, queue, hold) as worker:
-        command = [sys.executable, "-m", "tidemill", "summarize", "docs"]
-        arguments = ["--redis-url", server.url, "--queue", queue, "--max-tokens", "100"]
-        process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tidemill", "summarize", "docs"]
+    arguments = ["--redis-url", server.url, "--queue", queue, "--max-tokens", "100"]
+    with (
+        serving_in_thread(server.url, queue, hold) as worker,
+        confined(subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)) as process,
+    ):
         assert held.wait(20)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=20)

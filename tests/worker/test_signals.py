@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import confined
 from tests.tidemill.servers import Server, free_port
 from tests.worker.factories import make_tokenizer
 from tests.worker.model.factories import make_tiny_llama
@@ -34,10 +35,12 @@ def signals() -> StopSignals:
 
 @contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with started:
+    with confined(
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    ) as started:
         yield started
-        started.kill()
 
 
 def program(text: str) -> tuple[str, str, str]:
@@ -139,10 +142,7 @@ def test_signals_after_the_end_do_no_harm(number: signal.Signals) -> None:
         print("ignored", flush=True)
         os.read(0, 1)
     """
-    command = program(ending)
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as ended:
+    with process(*program(ending)) as ended:
         assert ended.stdout is not None and ended.stdout.readline() == "ignored\n"
         for _ in range(3):
             ended.send_signal(number)

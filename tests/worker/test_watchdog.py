@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 from structlog.testing import capture_logs
 
+from tests.processes import confined
 from tests.worker.factories import (
     FakeEngine,
     Place,
@@ -314,15 +315,9 @@ def real_worker(place: Place, folder: Path, code: str, **flags: object) -> Itera
     given = {"redis-url": place.url, "queue": place.queue, "served-model-name": "tiny", "metrics-port": 0}
     given |= {"model": folder, "kv-cache-memory": 0.01, "threads": 1} | flags
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), "worker", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as worker:
-        try:
-            yield worker
-        finally:
-            worker.kill()
+    command = [sys.executable, "-c", textwrap.dedent(code), "worker", *arguments]
+    with confined(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as worker:
+        yield worker
 
 
 async def log_until_end(worker: subprocess.Popen[str]) -> str:
