@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 
@@ -36,11 +37,12 @@ async def test_kills_at_random_instants(place: Place, answers: Answers) -> None:
 
 async def test_a_generation_goes_on_where_it_was(place: Place, answers: Answers) -> None:
     """The second worker generates what the last checkpoint lacks, and nothing else."""
+    kinds = itertools.product((0.0, 0.8), (True, False))
     jobs = [
         make_job(
-            number=number, stream=number % 2 == 0, params={"max_tokens": LENGTH, "temperature": 0.8, "n": 1}
+            number=number, stream=stream, params={"max_tokens": LENGTH, "temperature": temperature, "n": 1}
         )
-        for number in range(4)
+        for number, (temperature, stream) in enumerate(kinds)
     ]
     victim = await place.start_ready()
     await place.submit(*jobs)
