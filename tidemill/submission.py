@@ -78,8 +78,8 @@ class Submission:
         pausing = pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while waiting:
             is_last = clock() >= give_up
-            tried = list(waiting) if is_last else self._next_of(waiting)
-            settled = await self._try({place: jobs[place] for place in tried}, give_up, is_last=is_last)
+            tried = waiting if is_last else self._next_of(waiting)
+            settled = await self._try(tried, give_up, is_last=is_last)
             for place, _ in settled:
                 del waiting[place]
             if settled:
@@ -101,14 +101,14 @@ class Submission:
         self._learn(jobs, outcomes)
         return [pair for pair in outcomes if is_last or not isinstance(pair[1], QueueFull)]
 
-    def _next_of(self, waiting: dict[int, Job]) -> list[int]:
-        """The places of each tenant's first jobs: all of them, or its share."""
+    def _next_of(self, waiting: Mapping[int, Job]) -> Mapping[int, Job]:
+        """Each tenant's first jobs, by place: all of them, or its share."""
         taken: Counter[str] = Counter()
-        chosen = []
+        chosen = {}
         for place, job in waiting.items():
             if taken[job.tenant] < self._shares.get(job.tenant, len(waiting)):
                 taken[job.tenant] += 1
-                chosen.append(place)
+                chosen[place] = job
         return chosen
 
     def _learn(self, jobs: Mapping[int, Job], outcomes: Settled) -> None:
