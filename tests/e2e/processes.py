@@ -18,6 +18,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.polling import until
+from tests.processes import confined
 from tests.tidemill.servers import free_port
 from tidemill.jobs import Result
 
@@ -132,9 +133,5 @@ def worker_process(model: Path, url: str, queue: str, folder: Path, **flags: obj
     log = folder / f"worker-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command_line("worker", *arguments), stdout=output, stderr=output)
-    worker = Worker(process, log, port)
-    try:
-        yield worker
-    finally:
-        if worker.is_alive:
-            worker.kill()
+    with confined(process):
+        yield Worker(process, log, port)

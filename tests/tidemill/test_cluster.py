@@ -17,7 +17,7 @@ from tests.tidemill.server_sets import (
     link_is_up,
     running_cluster_of_three,
 )
-from tests.tidemill.traffic import assert_outlives
+from tests.tidemill.traffic import assert_outlives, assert_recorded_once
 from tidemill.client import Client
 from tidemill.connection import address_of, connect
 from tidemill.discovery import queue_names
@@ -134,6 +134,7 @@ async def test_work_goes_on_by_itself_after_a_primary_is_killed(cluster: Cluster
     await assert_outlives(
         cluster.url, cluster.nodes[first].kill, lambda: cluster.is_primary(second), queue=name
     )
+    assert_recorded_once(cluster.nodes[second], name)
 
     cluster.nodes[first].start()
     await asyncio.to_thread(await_that, lambda: link_is_up(cluster.nodes[first]))

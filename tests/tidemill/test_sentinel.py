@@ -11,7 +11,7 @@ import pytest
 from tests.tidemill.factories import make_job
 from tests.tidemill.server_sets import SERVICE, running_sentinel, running_sentinel_set
 from tests.tidemill.servers import Server, free_port, redis_binary, running, valkey_binary
-from tests.tidemill.traffic import assert_outlives
+from tests.tidemill.traffic import assert_outlives, assert_recorded_once
 from tidemill.client import Client
 from tidemill.connection import address_of, connect
 from tidemill.discovery import queue_names
@@ -29,6 +29,7 @@ async def test_work_goes_on_by_itself_after_a_failover(binary: str, accident: st
         first = servers.primary
         happen = first.kill if accident == "killed" else servers.fail_over
         await assert_outlives(servers.url, happen, lambda: servers.primary is not first, queue="q")
+        assert_recorded_once(servers.primary, "q")
 
 
 async def test_a_sentinel_may_have_a_password_of_its_own_or_the_servers() -> None:
